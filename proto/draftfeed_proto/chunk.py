@@ -1,0 +1,206 @@
+"""Chunks: the unit that is checksummed, stored and sent. A spool stores a frame as it is sent.
+
+A frame is a 40-byte header and the codec's payload; PROTOCOL.md section 4 gives it byte by byte.
+"""
+
+import struct
+from enum import IntEnum
+
+import msgspec
+import numpy as np
+import xxhash
+
+from draftfeed_proto import codecs
+from draftfeed_proto.errors import ChecksumMismatch, LimitExceeded, MalformedChunk
+from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_HIDDEN, MAX_LAYERS, MAX_SAMPLE_TOKENS
+
+MAGIC = b"DFC1"
+_FIELDS = struct.Struct("<4sBBHIIHHIII")  # up to the checksum
+_CHECKSUM = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+
+Frame = bytes | bytearray | memoryview
+
+
+class ChunkKind(IntEnum):
+    TOKENS = 0
+    """int32 input_ids[n+1], then uint8 loss_mask[n+1]."""
+    STATES = 1
+    """16-bit states [layers, rows, hidden] of rows first_row .. first_row+rows."""
+
+
+class ChunkHeader(msgspec.Struct, frozen=True):
+    kind: ChunkKind
+    codec: int
+    first_row: int
+    rows: int
+    layers: int
+    hidden: int
+    decoded_bytes: int
+    encoded_bytes: int
+    checksum: int
+
+
+def encode_chunk(
+    values: memoryview,
+    codec: codecs.Codec,
+    *,
+    kind: ChunkKind,
+    first_row: int,
+    rows: int,
+    layers: int = 0,
+    hidden: int = 0,
+) -> bytes:
+    """One frame. Falls back to `raw` when the codec does not shrink the values."""
+    payload = codec.encode(values)
+    if len(payload) >= values.nbytes:
+        codec = codecs.by_name("raw")
+        payload = values
+    fields = _FIELDS.pack(
+        MAGIC,
+        kind,
+        codec.number,
+        0,
+        first_row,
+        rows,
+        layers,
+        0,
+        hidden,
+        values.nbytes,
+        len(payload),
+    )
+    checksum = _checksum(fields, payload)
+    return b"".join((fields, _CHECKSUM.pack(checksum), payload))
+
+
+def read_header(frame: Frame) -> ChunkHeader:
+    """Header of a frame, or of its first HEADER_BYTES, with every length checked.
+
+    Raises MalformedChunk or LimitExceeded. The checksum is not checked here.
+    """
+    if len(frame) < HEADER_BYTES:
+        raise MalformedChunk(f"{len(frame)} bytes are too few for a header of {HEADER_BYTES}")
+    fields = _FIELDS.unpack_from(frame)
+    magic, kind, codec, reserved, first_row, rows, layers, reserved2, hidden, decoded, encoded = (
+        fields
+    )
+    if magic != MAGIC:
+        raise MalformedChunk(f"it begins with {magic!r}, not {MAGIC!r}")
+    if kind not in ChunkKind._value2member_map_ or reserved or reserved2:
+        raise MalformedChunk(f"kind {kind} with flags {reserved}, {reserved2} is unknown")
+    (checksum,) = _CHECKSUM.unpack_from(frame, _FIELDS.size)
+    header = ChunkHeader(
+        ChunkKind(kind), codec, first_row, rows, layers, hidden, decoded, encoded, checksum
+    )
+    _check_limits(header)
+    return header
+
+
+def verify(frame: Frame) -> ChunkHeader:
+    """Header of a whole frame whose checksum holds. Raises ChunkError or LimitExceeded."""
+    header = read_header(frame)
+    view = memoryview(frame)
+    if view.nbytes != HEADER_BYTES + header.encoded_bytes:
+        raise MalformedChunk(
+            f"frame of {view.nbytes} bytes, its header says {HEADER_BYTES + header.encoded_bytes}"
+        )
+    actual = _checksum(view[: _FIELDS.size], view[HEADER_BYTES:])
+    if actual != header.checksum:
+        raise ChecksumMismatch(header.checksum, actual)
+    return header
+
+
+def decode_chunk(frame: Frame, out: memoryview | None = None) -> tuple[ChunkHeader, memoryview]:
+    """Verify and decode a frame into `out` (allocated here when not given).
+
+    Raises ChunkError, UnknownCodec or LimitExceeded, and ValueError when `out` has another size.
+    """
+    header = verify(frame)
+    if out is None:
+        out = memoryview(bytearray(header.decoded_bytes))
+    if out.nbytes != header.decoded_bytes:
+        raise ValueError(f"out has {out.nbytes} bytes, the chunk decodes to {header.decoded_bytes}")
+    codecs.by_number(header.codec).decode(memoryview(frame)[HEADER_BYTES:], out)
+    return header, out
+
+
+def encode_tokens(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
+    """input_ids int32[n+1], loss_mask uint8[n+1] -> one TOKENS frame."""
+    assert input_ids.dtype == np.int32
+    assert loss_mask.dtype == np.uint8
+    assert input_ids.shape == loss_mask.shape
+    values = memoryview(input_ids.astype("<i4").tobytes() + loss_mask.tobytes())
+    # An odd number of bytes cannot be split into planes, and there is nothing to win here.
+    return encode_chunk(
+        values, codecs.by_name("raw"), kind=ChunkKind.TOKENS, first_row=0, rows=len(input_ids)
+    )
+
+
+def encode_states(states: np.ndarray, first_row: int, codec: codecs.Codec) -> bytes:
+    """states 16-bit [rows, layers, hidden] -> one STATES frame.
+
+    Layers lie one after the other inside a chunk: values of one layer resemble each other.
+    """
+    assert states.dtype.itemsize == 2
+    rows, layers, hidden = states.shape
+    values = np.ascontiguousarray(states.transpose(1, 0, 2)).view(np.uint8).reshape(-1)
+    return encode_chunk(
+        values.data,
+        codec,
+        kind=ChunkKind.STATES,
+        first_row=first_row,
+        rows=rows,
+        layers=layers,
+        hidden=hidden,
+    )
+
+
+def decode_states(frame: Frame, out: np.ndarray) -> ChunkHeader:
+    """Write the rows of a STATES frame into out 16-bit [n, layers, hidden].
+
+    Raises what decode_chunk raises, and MalformedChunk when the rows do not fit into `out`.
+    """
+    header = read_header(frame)
+    n, layers, hidden = out.shape
+    if (header.kind, header.layers, header.hidden) != (ChunkKind.STATES, layers, hidden):
+        raise MalformedChunk(
+            f"{header.kind.name} [{header.layers}, {header.hidden}] for [{layers}, {hidden}]"
+        )
+    if header.first_row + header.rows > n:
+        raise MalformedChunk(f"rows {header.first_row}+{header.rows} in a sample of {n}")
+    _, values = decode_chunk(frame)
+    block = np.frombuffer(values, out.dtype).reshape(layers, header.rows, hidden)
+    out[header.first_row : header.first_row + header.rows] = block.transpose(1, 0, 2)
+    return header
+
+
+def decode_tokens(frame: Frame) -> tuple[np.ndarray, np.ndarray]:
+    """input_ids int32[n+1] and loss_mask uint8[n+1] of a TOKENS frame. Raises like decode_chunk."""
+    header, values = decode_chunk(frame)
+    if header.kind is not ChunkKind.TOKENS:
+        raise MalformedChunk(f"{header.kind.name} where the tokens were due")
+    edge = 4 * header.rows
+    return np.frombuffer(values[:edge], "<i4").astype(np.int32), np.frombuffer(
+        values[edge:], np.uint8
+    )
+
+
+def _checksum(fields: Frame, payload: Frame) -> int:
+    digest = xxhash.xxh3_64(fields)
+    digest.update(payload)
+    return digest.intdigest()
+
+
+def _check_limits(header: ChunkHeader) -> None:
+    for what, value, limit in (
+        ("decoded bytes of a chunk", header.decoded_bytes, MAX_CHUNK_BYTES),
+        ("encoded bytes of a chunk", header.encoded_bytes, MAX_CHUNK_BYTES),
+        ("layers", header.layers, MAX_LAYERS),
+        ("hidden size", header.hidden, MAX_HIDDEN),
+        ("rows", header.first_row + header.rows, MAX_SAMPLE_TOKENS + 1),
+    ):
+        if value > limit:
+            raise LimitExceeded(what, value, limit)
+    values = header.layers * header.hidden * 2 if header.kind is ChunkKind.STATES else 5
+    if header.rows == 0 or header.decoded_bytes != header.rows * values:
+        raise MalformedChunk(f"{header.rows} rows cannot decode to {header.decoded_bytes} bytes")

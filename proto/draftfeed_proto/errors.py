@@ -1,0 +1,69 @@
+"""Errors of the wire and record formats.
+
+ProtoError (ValueError)
+├── MalformedMessage      bytes that are not a message of this protocol
+├── LimitExceeded         a length or count above its limit, refused before anything is allocated
+├── UnknownCodec          a codec this build does not know
+├── DescriptorMismatch    the consumer expects something else than the producer serves
+├── IncompatibleVersion   the two ends speak different major versions
+└── ChunkError            one chunk of a sample is bad; the sample can be sent again
+    ├── MalformedChunk    its header contradicts itself or its payload
+    └── ChecksumMismatch  its bytes changed between encoder and reader
+"""
+
+from typing import Any
+
+
+class ProtoError(ValueError):
+    """Base of every error in this package."""
+
+
+class MalformedMessage(ProtoError):
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"malformed message: {reason}")
+        self.reason = reason
+
+
+class LimitExceeded(ProtoError):
+    def __init__(self, what: str, value: int, limit: int) -> None:
+        super().__init__(f"{what} is {value}, the limit is {limit}")
+        self.what, self.value, self.limit = what, value, limit
+
+
+class UnknownCodec(ProtoError):
+    def __init__(self, codec: str | int, known: list[str]) -> None:
+        super().__init__(f"unknown codec {codec!r}; this build knows {', '.join(known)}")
+        self.codec, self.known = codec, known
+
+
+class DescriptorMismatch(ProtoError):
+    def __init__(self, field: str, expected: Any, served: Any) -> None:
+        super().__init__(
+            f"{field}: the consumer expects {expected!r}, the producer serves {served!r}"
+        )
+        self.field, self.expected, self.served = field, expected, served
+
+
+class IncompatibleVersion(ProtoError):
+    def __init__(self, ours: tuple[int, int], theirs: tuple[int, int]) -> None:
+        super().__init__(
+            f"protocol {theirs[0]}.{theirs[1]} cannot talk to {ours[0]}.{ours[1]}: "
+            "upgrade the older end, major versions must be equal"
+        )
+        self.ours, self.theirs = ours, theirs
+
+
+class ChunkError(ProtoError):
+    """Base of what can be wrong with one chunk."""
+
+
+class MalformedChunk(ChunkError):
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"malformed chunk: {reason}")
+        self.reason = reason
+
+
+class ChecksumMismatch(ChunkError):
+    def __init__(self, expected: int, actual: int) -> None:
+        super().__init__(f"chunk checksum is {actual:016x}, its header says {expected:016x}")
+        self.expected, self.actual = expected, actual

@@ -1,0 +1,130 @@
+"""Sample ids, and sets of them as intervals."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+
+import msgspec
+
+Partition = tuple[str, int, int]
+"""(dataset, epoch, shard): everything of an id but its ordinal."""
+
+WireRanges = list[tuple[str, int, int, list[int]]]
+"""One entry a partition, with its half-open ranges flattened: [start, stop, start, stop, ...]."""
+
+
+class SampleId(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """Identity of a sample for as long as its prompt file exists.
+
+    A spool's sequence numbers are never identity: a producer rebuilt on an empty disk would
+    hand them out again.
+    """
+
+    dataset: str
+    """First 16 hex digits of the SHA-256 of the prompt file."""
+    epoch: int
+    shard: int
+    ordinal: int
+    """0-based raw line index in the prompt file, counted before any line is skipped."""
+
+    @property
+    def partition(self) -> Partition:
+        return (self.dataset, self.epoch, self.shard)
+
+    def __str__(self) -> str:
+        return f"{self.dataset}/{self.epoch}/{self.shard}/{self.ordinal}"
+
+    @classmethod
+    def parse(cls, text: str) -> "SampleId":
+        """Inverse of `str()`. Raises ValueError when `text` is not an id."""
+        dataset, *numbers = text.split("/")
+        if len(numbers) != 3:
+            raise ValueError(f"{text!r} is not a sample id (dataset/epoch/shard/ordinal)")
+        epoch, shard, ordinal = (int(number) for number in numbers)
+        return cls(dataset, epoch, shard, ordinal)
+
+
+class IdSet:
+    """A set of sample ids held as sorted, disjoint ranges of ordinals per partition.
+
+    Ledgers of a million samples trained nearly in order stay a few ranges long.
+    """
+
+    def __init__(self, ids: Iterable[SampleId] = ()) -> None:
+        self._ranges: dict[Partition, list[int]] = {}
+        for id in ids:
+            self.add(id)
+
+    def add(self, id: SampleId) -> None:
+        self._add_range(id.partition, id.ordinal, id.ordinal + 1)
+
+    def discard(self, id: SampleId) -> None:
+        if id not in self:
+            return
+        edges = self._ranges[id.partition]
+        at = bisect_right(edges, id.ordinal) - 1
+        start, stop = edges[at], edges[at + 1]
+        left = [start, id.ordinal] if start < id.ordinal else []
+        right = [id.ordinal + 1, stop] if id.ordinal + 1 < stop else []
+        edges[at : at + 2] = left + right
+        if not edges:
+            del self._ranges[id.partition]
+
+    def update(self, other: "IdSet | Iterable[SampleId]") -> None:
+        if not isinstance(other, IdSet):
+            other = IdSet(other)
+        for partition, edges in other._ranges.items():
+            for start, stop in _pairs(edges):
+                self._add_range(partition, start, stop)
+
+    def copy(self) -> "IdSet":
+        twin = IdSet()
+        twin._ranges = {partition: list(edges) for partition, edges in self._ranges.items()}
+        return twin
+
+    def __contains__(self, id: SampleId) -> bool:
+        return bisect_right(self._ranges.get(id.partition, ()), id.ordinal) % 2 == 1
+
+    def __iter__(self) -> Iterator[SampleId]:
+        for partition in sorted(self._ranges):
+            for start, stop in _pairs(self._ranges[partition]):
+                for ordinal in range(start, stop):
+                    yield SampleId(*partition, ordinal)
+
+    def __len__(self) -> int:
+        return sum(stop - start for edges in self._ranges.values() for start, stop in _pairs(edges))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, IdSet) and self._ranges == other._ranges
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        return f"IdSet({len(self)} ids in {len(self.to_wire())} partitions)"
+
+    def to_wire(self) -> WireRanges:
+        return [(*partition, list(self._ranges[partition])) for partition in sorted(self._ranges)]
+
+    @classmethod
+    def from_wire(cls, ranges: WireRanges) -> "IdSet":
+        """Raises ValueError when the edges of a partition are not strictly increasing pairs."""
+        ids = cls()
+        for dataset, epoch, shard, edges in ranges:
+            rising = all(a < b for a, b in pairwise(edges))
+            if len(edges) % 2 or not rising or (edges and edges[0] < 0):
+                raise ValueError(f"ranges of {dataset}/{epoch}/{shard} are not rising pairs")
+            if edges:
+                ids._ranges[(dataset, epoch, shard)] = list(edges)
+        return ids
+
+    def _add_range(self, partition: Partition, start: int, stop: int) -> None:
+        edges = self._ranges.setdefault(partition, [])
+        # An edge at an even index opens a range: touching ranges are merged by taking them in.
+        low, high = bisect_left(edges, start), bisect_right(edges, stop)
+        opening = [start] if low % 2 == 0 else []
+        closing = [stop] if high % 2 == 0 else []
+        edges[low:high] = opening + closing
+
+
+def _pairs(edges: list[int]) -> Iterator[tuple[int, int]]:
+    return zip(edges[::2], edges[1::2], strict=True)

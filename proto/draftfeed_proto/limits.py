@@ -1,0 +1,14 @@
+"""Limits that hold before anything is allocated. Part of the protocol: PROTOCOL.md lists them."""
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Of a message's MessagePack frame (the payload frame of a chunk is counted by MAX_CHUNK_BYTES)."""
+MAX_CHUNK_BYTES = 8 << 20
+"""Decoded bytes of one chunk."""
+MAX_SAMPLE_BYTES = 4 << 30
+"""Decoded bytes of one sample: 32K tokens of a 27B target are 1.6 GB."""
+MAX_SAMPLE_TOKENS = 1 << 20
+MAX_LAYERS = 64
+MAX_HIDDEN = 1 << 16
+MAX_STRING_BYTES = 64 << 10
+MAX_ARRAY_ITEMS = 1 << 18
+MAX_MAP_ITEMS = 256

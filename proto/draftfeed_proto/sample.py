@@ -1,0 +1,202 @@
+"""Samples: what a trainer gets, and how one becomes a header and chunks and back."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from draftfeed_proto import chunk
+from draftfeed_proto.codecs import Codec
+from draftfeed_proto.errors import LimitExceeded, MalformedChunk, MalformedMessage
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.limits import (
+    MAX_CHUNK_BYTES,
+    MAX_HIDDEN,
+    MAX_LAYERS,
+    MAX_SAMPLE_BYTES,
+    MAX_SAMPLE_TOKENS,
+)
+
+DEFAULT_CHUNK_BYTES = 4 << 20
+
+
+class LayerCounters(NamedTuple):
+    """What the tap saw in one layer of one sample."""
+
+    saturated: int
+    """Values beyond fp16's 65504, clamped to it."""
+    nonfinite: int
+    inexact: int
+    """Values that fp16 cannot hold exactly, saturated ones not counted."""
+    zero_rows: int
+    """Rows whose every value is zero: no real residual stream has one."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One prompt and its response. n tokens were fed forward; the last sampled one was not,
+    so it is a label without a row: n+1 ids, n rows, in every engine and mode."""
+
+    id: SampleId
+    key: str
+    """The user's own name for the prompt."""
+    input_ids: np.ndarray
+    """int32[n+1]"""
+    loss_mask: np.ndarray
+    """uint8[n+1], 1 on the response."""
+    hidden_states: np.ndarray
+    """float16[n, L, H]; uint16 bit patterns when the wire dtype is bf16."""
+    counters: tuple[LayerCounters, ...]
+    """L of them."""
+    finish_reason: str
+    sampling: dict[str, Any]
+
+    def digest(self) -> str:
+        """xxh3-128 over ids, mask and states: equal digests mean equal tensors."""
+        state = xxhash.xxh3_128(np.ascontiguousarray(self.input_ids, "<i4").data)
+        state.update(np.ascontiguousarray(self.loss_mask).data)
+        state.update(np.ascontiguousarray(self.hidden_states).view(np.uint16).data)
+        return state.hexdigest()
+
+
+class SampleHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a sample but its chunks. The same on the wire and in the spool."""
+
+    id: SampleId
+    key: str
+    rows: int
+    layers: int
+    hidden: int
+    counters: tuple[LayerCounters, ...]
+    finish_reason: str
+    sampling: dict[str, Any] = {}
+    response_tokens: int
+    """Sum of the loss mask."""
+    chunks: int
+    encoded_bytes: int
+    """Of all chunk frames, their headers included."""
+    digest: str = ""
+    """Of the tensors before encoding; empty when the audit mode is off."""
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of the tensors a consumer must have room for."""
+        return decoded_bytes(self.rows, self.layers, self.hidden)
+
+    def check(self) -> None:
+        """Raises LimitExceeded or MalformedMessage when the numbers cannot be a sample's."""
+        for what, value, limit in (
+            ("rows of a sample", self.rows, MAX_SAMPLE_TOKENS),
+            ("layers", self.layers, MAX_LAYERS),
+            ("hidden size", self.hidden, MAX_HIDDEN),
+            ("decoded bytes of a sample", self.decoded_bytes, MAX_SAMPLE_BYTES),
+            ("chunks", self.chunks, self.rows + 1),
+        ):
+            if value > limit:
+                raise LimitExceeded(what, value, limit)
+        if min(self.rows, self.layers, self.hidden) < 1 or self.chunks < 2:
+            raise MalformedMessage(
+                f"sample {self.id} cannot be [{self.rows}, {self.layers}, {self.hidden}] "
+                f"in {self.chunks} chunks"
+            )
+        if len(self.counters) != self.layers:
+            raise MalformedMessage(f"{len(self.counters)} counters for {self.layers} layers")
+
+
+def decoded_bytes(rows: int, layers: int, hidden: int) -> int:
+    """States (16 bit), ids (int32) and mask (uint8) of a sample with `rows` fed tokens."""
+    return 2 * rows * layers * hidden + 5 * (rows + 1)
+
+
+def encode_chunks(
+    sample: Sample, codec: Codec, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+) -> Iterator[bytes]:
+    """The sample's frames in order, one at a time: tokens first, then states by rows."""
+    yield chunk.encode_tokens(sample.input_ids, sample.loss_mask)
+    n, layers, hidden = sample.hidden_states.shape
+    step = max(1, min(chunk_bytes, MAX_CHUNK_BYTES) // (2 * layers * hidden))
+    for first in range(0, n, step):
+        yield chunk.encode_states(sample.hidden_states[first : first + step], first, codec)
+
+
+def header_of(sample: Sample, *, chunks: int, encoded_bytes: int, audit: bool) -> SampleHeader:
+    """The header that goes with the frames `encode_chunks` gave."""
+    rows, layers, hidden = sample.hidden_states.shape
+    return SampleHeader(
+        id=sample.id,
+        key=sample.key,
+        rows=rows,
+        layers=layers,
+        hidden=hidden,
+        counters=sample.counters,
+        finish_reason=sample.finish_reason,
+        sampling=sample.sampling,
+        response_tokens=int(sample.loss_mask.sum()),
+        chunks=chunks,
+        encoded_bytes=encoded_bytes,
+        digest=sample.digest() if audit else "",
+    )
+
+
+class Assembler:
+    """Puts a sample together from its frames, which must come in order."""
+
+    def __init__(self, header: SampleHeader, dtype: str = "fp16") -> None:
+        """Allocates the sample's tensors. Raises what `SampleHeader.check` raises."""
+        header.check()
+        self.header = header
+        self._states = np.empty(
+            (header.rows, header.layers, header.hidden),
+            np.float16 if dtype == "fp16" else np.uint16,
+        )
+        self._tokens: tuple[np.ndarray, np.ndarray] | None = None
+        self._rows = 0
+        self.chunks = 0
+
+    def add(self, frame: chunk.Frame) -> None:
+        """Raises ChunkError, UnknownCodec or LimitExceeded; the sample must then be sent again."""
+        if self._tokens is None:
+            self._tokens = self._checked_tokens(frame)
+        else:
+            self._add_states(frame)
+        self.chunks += 1
+
+    @property
+    def done(self) -> bool:
+        return self._rows == self.header.rows and self.chunks == self.header.chunks
+
+    def sample(self) -> Sample:
+        """The sample. Its digest is compared when the header carries one.
+
+        Raises MalformedChunk when the tensors are not those that were encoded.
+        """
+        assert self.done
+        assert self._tokens is not None
+        header = self.header
+        sample = Sample(
+            id=header.id,
+            key=header.key,
+            input_ids=self._tokens[0],
+            loss_mask=self._tokens[1],
+            hidden_states=self._states,
+            counters=header.counters,
+            finish_reason=header.finish_reason,
+            sampling=header.sampling,
+        )
+        if header.digest and header.digest != sample.digest():
+            raise MalformedChunk(f"sample {header.id} decodes to another digest")
+        return sample
+
+    def _checked_tokens(self, frame: chunk.Frame) -> tuple[np.ndarray, np.ndarray]:
+        input_ids, loss_mask = chunk.decode_tokens(frame)
+        if len(input_ids) != self.header.rows + 1:
+            raise MalformedChunk(f"{len(input_ids)} ids for {self.header.rows} rows")
+        return input_ids, loss_mask
+
+    def _add_states(self, frame: chunk.Frame) -> None:
+        header = chunk.read_header(frame)
+        if header.first_row != self._rows:
+            raise MalformedChunk(f"rows from {header.first_row} where {self._rows} was due")
+        chunk.decode_states(frame, self._states)
+        self._rows += header.rows
