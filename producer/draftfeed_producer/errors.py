@@ -1,0 +1,91 @@
+"""Errors of the producer.
+
+ProducerError (ValueError)
+├── PromptError           the prompt file, or one line of it, cannot be used
+├── ModelError            a directory that is not a model this engine can run
+├── LayerIdError          layer ids the target does not have, or not in rising order
+├── MissingPackageError   an optional dependency is not installed
+├── CaptureError          a sample whose rows are incomplete even after it was made again
+├── BindError             the server cannot listen on its address
+└── SpoolError            the spool cannot be used
+    ├── SpoolBusy         another producer owns it
+    ├── SpoolMismatch     it was made for another stream or prompt file
+    └── SpoolFull         the disk is; space comes back with commits
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class ProducerError(ValueError):
+    """Base of every error in this package."""
+
+
+class PromptError(ProducerError):
+    """`line` is 1-based, None when the whole file is meant."""
+
+    def __init__(self, path: str | Path, line: int | None, reason: str) -> None:
+        where = f"{path}, line {line}" if line is not None else str(path)
+        super().__init__(f"{where}: {reason}")
+        self.path, self.line, self.reason = str(path), line, reason
+
+
+class ModelError(ProducerError):
+    def __init__(self, path: str | Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = str(path), reason
+
+
+class LayerIdError(ProducerError):
+    def __init__(self, layer_ids: Sequence[int], num_layers: int, reason: str) -> None:
+        super().__init__(
+            f"layer ids {list(layer_ids)}: {reason}; "
+            f"valid are rising ids from 0 to {num_layers - 1} (outputs of the decoder blocks)"
+        )
+        self.layer_ids, self.num_layers, self.reason = tuple(layer_ids), num_layers, reason
+
+
+class MissingPackageError(ProducerError):
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed; run: pip install 'draftfeed[{extra}]'")
+        self.package, self.extra = package, extra
+
+
+class CaptureError(ProducerError):
+    def __init__(self, sample_id: str, missing: int, fed: int) -> None:
+        super().__init__(
+            f"sample {sample_id}: {missing} of {fed} fed tokens left no row, twice in a row; "
+            "the model does not call every tapped decoder block in each forward pass"
+        )
+        self.sample_id, self.missing, self.fed = sample_id, missing, fed
+
+
+class BindError(ProducerError):
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"cannot listen on {address}: {reason}; choose another [server] bind")
+        self.address, self.reason = address, reason
+
+
+class SpoolError(ProducerError):
+    """Base of what can be wrong with a spool directory."""
+
+
+class SpoolBusy(SpoolError):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(f"{directory}: another producer owns this spool; stop it first")
+        self.directory = directory
+
+
+class SpoolMismatch(SpoolError):
+    def __init__(self, directory: Path, field: str, there: object, here: object) -> None:
+        super().__init__(
+            f"{directory}: the spool was made with {field} {there!r}, the configuration gives "
+            f"{here!r}; choose another [spool] dir, or delete this one if its samples may go"
+        )
+        self.directory, self.field, self.there, self.here = directory, field, there, here
+
+
+class SpoolFull(SpoolError):
+    def __init__(self, directory: Path, cause: OSError) -> None:
+        super().__init__(f"{directory}: {cause.strerror}")
+        self.directory, self.cause = directory, cause

@@ -1,0 +1,287 @@
+"""Prompt files: JSONL in, tokenised prompts out, one at a time.
+
+A line is a chat, `{"messages": [...], "tools": [...]}`, or raw text, `{"prompt": "..."}`; both may
+carry the user's own `"id"`. The file is checked once from end to end when it is opened; after
+that only the place of each line is held in memory, and prompts are tokenised when they are due.
+"""
+
+import hashlib
+import logging
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from draftfeed_proto.ids import SampleId
+
+from draftfeed_producer.errors import PromptError
+
+log = logging.getLogger(__name__)
+
+_TRIED_AT_START = 256
+_EXAMPLES = 10
+
+
+class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which prompts to run, and how they become tokens."""
+
+    path: str
+    """JSONL file, one prompt a line."""
+    skip_bad: bool = False
+    """Count lines that cannot be used and go on, instead of refusing the file."""
+    shard_size: int = 4096
+    """Lines per shard; a shard is owned by one producer."""
+    epoch: int = 0
+    """Part of every sample id: raise it to run the same file once more."""
+    thinking: bool | None = None
+    """Passed to the chat template as `enable_thinking`; None leaves the template's default."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are bad lines. None: what the model's context leaves beside the response."""
+
+    def __post_init__(self) -> None:
+        if self.shard_size < 1:
+            raise ValueError(f"shard_size is {self.shard_size}, it must be at least 1")
+        if self.epoch < 0:
+            raise ValueError(f"epoch is {self.epoch}, it must not be negative")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"max_prompt_tokens is {self.max_prompt_tokens}, it must be at least 1")
+
+
+class Prompt(msgspec.Struct, frozen=True, eq=False):
+    """A prompt as the engine takes it."""
+
+    id: SampleId
+    key: str
+    """The line's own "id", or its ordinal."""
+    input_ids: np.ndarray
+    """int32[p], p >= 1."""
+
+
+class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Text] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a message needs `content`")
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    id: str | None = None
+    messages: list[_Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError('a line has either "messages" or "prompt"')
+        if self.prompt is not None and self.tools is not None:
+            raise ValueError('"tools" need "messages"')
+        if self.id == "":
+            raise ValueError('"id" is empty')
+        if self.messages is not None and (not self.messages or self.messages[-1].role == "assistant"):
+            raise ValueError("the last message must not be the assistant's: the target writes that")
+
+
+_decoder = msgspec.json.Decoder(_Line)
+
+
+class PromptFile:
+    """A prompt file that has been checked, and its prompts in any order.
+
+    Owns an open file until `close()`. Not for several threads at once.
+    """
+
+    def __init__(self, config: PromptsConfig, tokenizer: Any, max_prompt_tokens: int) -> None:
+        """Reads the whole file once. `tokenizer` is a Hugging Face tokenizer.
+
+        Raises PromptError for the first line that cannot be used, unless `skip_bad`, and for a
+        file that has no usable line.
+        """
+        self._config = config
+        self._path = Path(config.path)
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._starts = array("q")
+        self._bad: set[int] = set()
+        self.examples: list[PromptError] = []
+        """The first few bad lines."""
+        try:
+            self._file = self._path.open("rb")
+        except OSError as error:
+            raise PromptError(self._path, None, f"cannot be read: {error.strerror}") from None
+        try:
+            self.dataset = self._index()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __len__(self) -> int:
+        """Prompts that can be used."""
+        return self.lines - len(self._bad)
+
+    @property
+    def lines(self) -> int:
+        return len(self._starts) - 1
+
+    @property
+    def shards(self) -> int:
+        return -(-self.lines // self._config.shard_size)
+
+    @property
+    def bad(self) -> frozenset[int]:
+        """Ordinals of the lines that were skipped so far. Grows when a prompt turns out too long
+        or its chat template refuses it only when it is tokenised."""
+        return frozenset(self._bad)
+
+    def id(self, ordinal: int) -> SampleId:
+        shard = ordinal // self._config.shard_size
+        return SampleId(self.dataset, self._config.epoch, shard, ordinal)
+
+    def ids(self) -> Iterator[SampleId]:
+        """Ids of all prompts that can be used, in the order of the file."""
+        return (self.id(ordinal) for ordinal in range(self.lines) if ordinal not in self._bad)
+
+    def prompt(self, ordinal: int) -> Prompt:
+        """Raises PromptError when the line cannot be used."""
+        line = self._parse(self._read(ordinal), ordinal)
+        return Prompt(self.id(ordinal), _key(line, ordinal), self._tokenise(line, ordinal))
+
+    def prompts(self, ordinals: Iterable[int] | None = None) -> Iterator[Prompt]:
+        """The prompts of these lines (default: all), lazily; bad ones are left out.
+
+        Raises PromptError for a line found bad only now, unless `skip_bad`.
+        """
+        for ordinal in range(self.lines) if ordinals is None else ordinals:
+            if ordinal in self._bad:
+                continue
+            try:
+                prompt = self.prompt(ordinal)
+            except PromptError as error:
+                self._skip(ordinal, error)
+            else:
+                yield prompt
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _index(self) -> str:
+        """Checks every line, notes where it starts, and returns the hash of the bytes."""
+        digest = hashlib.sha256()
+        seen: dict[str, int] = {}
+        start = 0
+        for ordinal, raw in enumerate(self._file):
+            digest.update(raw)
+            self._starts.append(start)
+            start += len(raw)
+            try:
+                self._check(raw, ordinal, seen)
+            except PromptError as error:
+                self._skip(ordinal, error)
+        self._starts.append(start)
+        self._stamp = self._file_stamp()
+        if not len(self):
+            reason = f"none of its {self.lines} lines can be used" if self.lines else "is empty"
+            raise PromptError(self._path, None, reason)
+        if self._bad:
+            log.warning("%s: skipped %d of %d lines", self._path, len(self._bad), self.lines)
+        return digest.hexdigest()[:16]
+
+    def _check(self, raw: bytes, ordinal: int, seen: dict[str, int]) -> None:
+        line = self._parse(raw, ordinal)
+        # Tokenising a million prompts takes minutes. A token is at least a byte, so only lines
+        # that are long can be too long; the first lines show whether the template fits at all.
+        if ordinal < _TRIED_AT_START or 2 * len(raw) > self._max_prompt_tokens:
+            self._tokenise(line, ordinal)
+        first = seen.setdefault(_key(line, ordinal), ordinal)
+        if first != ordinal:
+            raise self._error(ordinal, f'"id" {_key(line, ordinal)!r} is also that of line {first + 1}')
+
+    def _parse(self, raw: bytes, ordinal: int) -> _Line:
+        if not raw.strip():
+            raise self._error(ordinal, "is blank")
+        try:
+            return _decoder.decode(raw)
+        except msgspec.DecodeError as error:  # its subclass ValidationError included
+            raise self._error(ordinal, str(error)) from None
+
+    def _tokenise(self, line: _Line, ordinal: int) -> np.ndarray:
+        """int32[p]. The response's mask is positional, so this text is never tokenised again."""
+        if line.messages is None:
+            ids = self._tokenizer(line.prompt)["input_ids"]
+        else:
+            text = self._render(line, ordinal)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        if not ids:
+            raise self._error(ordinal, "has no tokens")
+        if len(ids) > self._max_prompt_tokens:
+            limit = self._max_prompt_tokens
+            raise self._error(ordinal, f"prompt of {len(ids)} tokens, the limit is {limit}")
+        return np.asarray(ids, np.int32)
+
+    def _render(self, line: _Line, ordinal: int) -> str:
+        options = {} if self._config.thinking is None else {"enable_thinking": self._config.thinking}
+        try:
+            text = self._tokenizer.apply_chat_template(
+                msgspec.to_builtins(line.messages),
+                tools=line.tools,
+                tokenize=False,
+                add_generation_prompt=True,
+                **options,
+            )
+        # Templates are programs that come with the model: they raise what they like.
+        except Exception as error:  # noqa: BLE001
+            raise self._error(ordinal, f"the chat template refuses it: {error}") from None
+        assert isinstance(text, str)
+        return text
+
+    def _read(self, ordinal: int) -> bytes:
+        if not 0 <= ordinal < self.lines:
+            raise PromptError(self._path, None, f"has {self.lines} lines, none at {ordinal}")
+        if self._file_stamp() != self._stamp:
+            reason = "was changed while in use; restart with the file you want"
+            raise PromptError(self._path, None, reason)
+        start, stop = self._starts[ordinal], self._starts[ordinal + 1]
+        return os.pread(self._file.fileno(), stop - start, start)
+
+    def _file_stamp(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+    def _skip(self, ordinal: int, error: PromptError) -> None:
+        if not self._config.skip_bad or error.line is None:
+            raise error
+        self._bad.add(ordinal)
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(error)
+
+    def _error(self, ordinal: int, reason: str) -> PromptError:
+        return PromptError(self._path, ordinal + 1, reason)
+
+
+def _key(line: _Line, ordinal: int) -> str:
+    return str(ordinal) if line.id is None else line.id
+
+
+def prompt_limit(config: PromptsConfig, max_positions: int, max_new_tokens: int) -> int:
+    """Longest prompt, in tokens, that leaves room for the whole response.
+
+    Raises PromptError when there is none.
+    """
+    limit = max_positions - max_new_tokens
+    if limit < 1:
+        reason = f"max_new_tokens = {max_new_tokens} leaves no room in {max_positions} positions"
+        raise PromptError(config.path, None, reason)
+    return limit if config.max_prompt_tokens is None else min(limit, config.max_prompt_tokens)
