@@ -1,0 +1,166 @@
+"""Proof that a finished run did what it promised: `report.json`, `report.html` and a few lines."""
+
+import importlib.metadata
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from .report_checks import Check, Expected, expected_prompts, loss_words, run_checks, uses
+from .report_html import render
+from .report_records import Evaluation, ProducerSnapshot, Rejection, RunFiles, read_run
+
+__all__ = ["Check", "Layer", "Report", "summary_lines", "write_report"]
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """Values of one tapped layer that did not survive the conversion to fp16 unharmed."""
+
+    nonfinite: int
+    saturated: int
+    zero_rows: int
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int = 1
+    draftfeed_version: str
+    written_at: str
+    """UTC, ISO 8601."""
+    run: str
+    """Name of the run directory."""
+    prompts_file: str
+    dataset: str
+    """Dataset part of every sample id: 16 hex digits of the prompt file's SHA-256."""
+    duration_seconds: float
+    prompts: int
+    generated: int
+    trained: int
+    """Distinct samples used by a completed optimizer step."""
+    rejected: list[Rejection]
+    steps: int
+    tokens: int
+    response_tokens: int
+    tokens_per_second: float
+    """Over the time in which the producer was generating."""
+    logical_bytes: int
+    wire_bytes: int
+    ratio: float | None
+    spool_peak_bytes: int
+    buffer_peak_bytes: int
+    producer_stall_seconds: dict[str, float]
+    consumer_stall_seconds: dict[str, float]
+    layers: list[Layer]
+    final_training_loss: float | None
+    evaluation: Evaluation | None
+    checks: list[Check]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+def write_report(run_dir: Path, prompts_path: Path) -> Report:
+    """Judge the run in `run_dir`; write `report.json` and `report.html` beside its files.
+
+    Whatever is missing or damaged becomes a failed check. Raises OSError only when the reports
+    cannot be written, and ImportError when matplotlib is not there to draw the page.
+    """
+    run_dir, prompts_path = Path(run_dir), Path(prompts_path)
+    files = read_run(run_dir)
+    expected = expected_prompts(prompts_path)
+    report = _judge(files, expected, run=run_dir.resolve().name, prompts_file=prompts_path.name)
+    document = {"passed": report.passed, **msgspec.to_builtins(report)}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    text = msgspec.json.format(msgspec.json.encode(document))
+    (run_dir / "report.json").write_bytes(text + b"\n")
+    (run_dir / "report.html").write_text(render(report, files), encoding="utf-8")
+    return report
+
+
+def _judge(files: RunFiles, expected: Expected, *, run: str, prompts_file: str) -> Report:
+    last = files.producer[-1] if files.producer else None
+    return Report(
+        draftfeed_version=importlib.metadata.version("draftfeed"),
+        written_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        run=run,
+        prompts_file=prompts_file,
+        dataset=expected.dataset,
+        duration_seconds=files.duration_seconds,
+        prompts=len(expected.names),
+        generated=len({sample.id for sample in files.generated}),
+        trained=len(uses(files)),
+        rejected=files.rejected,
+        steps=len(files.steps),
+        tokens=last.tokens if last else 0,
+        response_tokens=last.response_tokens if last else 0,
+        tokens_per_second=_tokens_per_second(files.producer),
+        logical_bytes=last.logical_bytes if last else 0,
+        wire_bytes=last.wire_bytes if last else 0,
+        ratio=last.logical_bytes / last.wire_bytes if last and last.wire_bytes else None,
+        spool_peak_bytes=max((s.spool_bytes for s in files.producer), default=0),
+        buffer_peak_bytes=max((s.buffer_bytes for s in files.consumer), default=0),
+        producer_stall_seconds=last.stall_seconds if last else {},
+        consumer_stall_seconds=files.consumer[-1].stall_seconds if files.consumer else {},
+        layers=_layers(last),
+        final_training_loss=_last_loss(files),
+        evaluation=files.evaluation,
+        checks=run_checks(files, expected),
+    )
+
+
+def summary_lines(report: Report) -> list[str]:
+    """The report for a terminal: at most 15 lines of plain text."""
+    failed = [check for check in report.checks if not check.passed]
+    verdict = "FAILED" if failed else "PASSED"
+    ratio = f", ratio {report.ratio:.3f}" if report.ratio else ""
+    return [
+        f"{verdict}: {report.trained} of {report.prompts} prompts trained in {report.steps} steps,"
+        f" {report.duration_seconds:.0f} s",
+        f"  generated  {report.generated} samples, {report.tokens:,} tokens"
+        f" ({report.response_tokens:,} of responses), {report.tokens_per_second:.0f} tokens/s",
+        f"  moved      {report.logical_bytes / 1e6:.1f} MB logical,"
+        f" {report.wire_bytes / 1e6:.1f} MB wire{ratio}",
+        f"  learned    {_learned(report.evaluation)}",
+        f"  stalls     producer: {_stalls(report.producer_stall_seconds)};"
+        f" consumer: {_stalls(report.consumer_stall_seconds)}",
+        f"  checks     {len(report.checks) - len(failed)} of {len(report.checks)} passed",
+        *(f"  FAILED     {check.name}: {check.detail}" for check in failed),
+    ]
+
+
+def _tokens_per_second(snapshots: list[ProducerSnapshot]) -> float:
+    """Mean from the last snapshot without a token to the first one with all of them."""
+    if not snapshots:
+        return 0.0
+    last = snapshots[-1]
+    start = next((s for s in reversed(snapshots) if s.tokens == 0), snapshots[0])
+    stop = next(s for s in snapshots if s.tokens == last.tokens)
+    seconds = stop.time_seconds - start.time_seconds
+    return (stop.tokens - start.tokens) / seconds if seconds > 0 else 0.0
+
+
+def _layers(last: ProducerSnapshot | None) -> list[Layer]:
+    if last is None:
+        return []
+    counts = zip(last.nonfinite or [], last.saturated, last.zero_rows, strict=False)
+    return [Layer(*count) for count in counts]
+
+
+def _last_loss(files: RunFiles) -> float | None:
+    losses = [step.loss for step in files.steps if step.loss is not None]
+    return losses[-1] if losses else None
+
+
+def _learned(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        return "not evaluated"
+    same = "same text as greedy" if evaluation.same_as_greedy else "text differs from greedy"
+    return (
+        f"held-out loss {loss_words(evaluation)};"
+        f" accepted length {evaluation.accepted_length:.2f}, {same}"
+    )
+
+
+def _stalls(seconds: dict[str, float]) -> str:
+    words = (f"{cause.replace('_', ' ')} {value:.1f} s" for cause, value in seconds.items())
+    return ", ".join(words) or "not recorded"

@@ -1,0 +1,211 @@
+"""The promises of a run, each checked against what both sides wrote down.
+
+The expected ids come from the prompt file itself. A ledger that lost a sample would also have
+lost it from the expectation.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from draftfeed_proto.ids import SampleId
+
+from .report_records import Evaluation, ProducerSnapshot, RunFiles
+
+REQUIRED_LOSS_DROP = 0.25
+MOST_PLAUSIBLE_RATIO = 4.0
+"""Lossless packing of hidden states ends near 1.5: far above it, bytes were lost, not packed."""
+
+
+class Check(msgspec.Struct, frozen=True):
+    """One promise, whether it held, and the numbers that say so."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """Identity of every prompt of the prompt file: sample id -> the name people know it by."""
+
+    dataset: str
+    names: dict[str, str]
+    problem: str = ""
+
+    def listing(self, ids: Iterable[str], most: int = 4) -> str:
+        """The first few ids in words: `code-017 (line 18), de-002 (line 40) and 3 more`."""
+        ids = sorted(ids, key=_natural)
+        words = ", ".join(self.names.get(id, id) for id in ids[:most])
+        return words if len(ids) <= most else f"{words} and {len(ids) - most} more"
+
+
+def run_checks(files: RunFiles, expected: Expected) -> list[Check]:
+    return [
+        _check_readable(files),
+        _check_accounted(files, expected),
+        _check_trained(files, expected),
+        _check_once(files, expected),
+        _check_digests(files, expected),
+        _check_rows(files, expected),
+        _check_wire(files),
+        _check_loss(files),
+        _check_finite(files.producer[-1] if files.producer else None),
+    ]
+
+
+def _check_readable(files: RunFiles) -> Check:
+    read = len(files.producer) + len(files.consumer) + len(files.generated)
+    read += len(files.received) + len(files.steps)
+    return _check("every record readable", f"{read:,} records read", files.problems)
+
+
+def _check_accounted(files: RunFiles, expected: Expected) -> Check:
+    """Every prompt was generated or refused by name, and nothing came from elsewhere."""
+    generated = {sample.id for sample in files.generated}
+    rejected = {rejection.id for rejection in files.rejected}
+    faults = [expected.problem] if expected.problem else []
+    if lost := expected.names.keys() - generated - rejected:
+        faults.append(f"{len(lost)} neither generated nor rejected: {expected.listing(lost)}")
+    if strange := (generated | rejected) - expected.names.keys():
+        faults.append(f"{len(strange)} not in the prompt file: {expected.listing(strange)}")
+    detail = f"{len(expected.names)} prompts = {len(generated - rejected)} generated"
+    detail += f" + {len(rejected)} rejected"
+    return _check("every prompt accounted for", detail, faults)
+
+
+def _check_trained(files: RunFiles, expected: Expected) -> Check:
+    rejected = {rejection.id for rejection in files.rejected}
+    generated = {sample.id for sample in files.generated} - rejected
+    trained = uses(files).keys()
+    detail = f"{len(generated)} generated = {len(trained)} trained"
+    if files.rejected:
+        reasons = ", ".join(f"{expected.listing([r.id])}: {r.reason}" for r in files.rejected)
+        detail += f" (rejected: {reasons})"
+    faults = []
+    if lost := generated - trained:
+        faults.append(f"{len(lost)} generated but not trained: {expected.listing(lost)}")
+    if strange := trained - generated - rejected:
+        faults.append(f"{len(strange)} trained but not generated: {expected.listing(strange)}")
+    if unwanted := trained & rejected:
+        faults.append(f"{len(unwanted)} trained although rejected: {expected.listing(unwanted)}")
+    return _check("samples generated = samples trained", detail, faults)
+
+
+def _check_once(files: RunFiles, expected: Expected) -> Check:
+    counts = uses(files)
+    again = [id for id, times in counts.items() if times > 1]
+    faults = [f"{len(again)} trained more than once: {expected.listing(again)}"] if again else []
+    if not counts:
+        faults.append("no sample was trained")
+    detail = f"{counts.total()} uses of {len(counts)} samples in {len(files.steps)} optimizer steps"
+    return _check("each trained exactly once", detail, faults)
+
+
+def _check_digests(files: RunFiles, expected: Expected) -> Check:
+    trained = uses(files).keys()
+    made = {sample.id: sample.digest for sample in files.generated}
+    got = [sample for sample in files.received if sample.id in trained]
+    differing = {s.id for s in got if s.id in made and made[s.id] != s.digest}
+    # A digest that only one side wrote down proves nothing.
+    unproven = trained - (made.keys() & {sample.id for sample in got})
+    faults = [f"{len(differing)} differ: {expected.listing(differing)}"] if differing else []
+    if unproven:
+        faults.append(f"{len(unproven)} known to one side only: {expected.listing(unproven)}")
+    if not trained:
+        faults.append("no sample was trained")
+    return _check("tensors equal on both sides", f"{len(trained)} digests compared", faults)
+
+
+def _check_rows(files: RunFiles, expected: Expected) -> Check:
+    """The last token of a sample was never fed, so a sample of n+1 tokens has n rows."""
+    made = {sample.id: sample for sample in files.generated}
+    faults = []
+    if holes := {sample.id for sample in files.generated if sample.missing_rows}:
+        faults.append(f"{len(holes)} with rows missing at the producer: {expected.listing(holes)}")
+    if short := {sample.id for sample in files.received if sample.rows != sample.tokens - 1}:
+        faults.append(f"{len(short)} where rows are not tokens - 1: {expected.listing(short)}")
+    if unequal := {s.id for s in files.received if s.id in made and made[s.id].rows != s.rows}:
+        faults.append(f"{len(unequal)} where the sides differ in rows: {expected.listing(unequal)}")
+    rows = sum(sample.rows for sample in files.received)
+    if not rows:
+        faults.append("no row was received")
+    detail = f"{rows:,} rows in {len(files.received)} samples"
+    return _check("a row for every fed token", detail, faults)
+
+
+def _check_wire(files: RunFiles) -> Check:
+    name, faults, details = "wire bytes within logical bytes", [], []
+    for side, snapshots in (("producer", files.producer), ("consumer", files.consumer)):
+        logical = snapshots[-1].logical_bytes if snapshots else 0
+        wire = snapshots[-1].wire_bytes if snapshots else 0
+        ratio = f", ratio {logical / wire:.3f}" if wire else ""
+        text = f"{side} {logical:,} logical, {wire:,} wire{ratio}"
+        details.append(text)
+        if not 0 < wire <= logical <= wire * MOST_PLAUSIBLE_RATIO:
+            faults.append(f"not plausible: {text}")
+    return _check(name, "; ".join(details), faults)
+
+
+def _check_loss(files: RunFiles) -> Check:
+    name = f"held-out loss at least {REQUIRED_LOSS_DROP:.0%} below untrained"
+    evaluation = files.evaluation
+    if evaluation is None:
+        return Check(name, False, files.evaluation_problem)
+    allowed = evaluation.untrained_loss * (1 - REQUIRED_LOSS_DROP)
+    fell = 0 <= evaluation.trained_loss <= allowed and evaluation.untrained_loss > 0
+    return Check(name, fell, loss_words(evaluation))
+
+
+def _check_finite(last: ProducerSnapshot | None) -> Check:
+    name = "no non-finite values"
+    if last is None or last.nonfinite is None:
+        return Check(name, False, "the producer recorded no count")
+    return Check(name, not any(last.nonfinite), f"per layer: {', '.join(map(str, last.nonfinite))}")
+
+
+def _check(name: str, detail: str, faults: list[str], most: int = 3) -> Check:
+    more = [f"{len(faults) - most} more"] if len(faults) > most else []
+    return Check(name, not faults, "; ".join(faults[:most] + more) if faults else detail)
+
+
+def expected_prompts(path: Path) -> Expected:
+    """Identity of every prompt of a file that was generated from once, unsharded."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        return Expected("", {}, f"{path.name} cannot be read: {error.strerror}")
+    dataset = hashlib.sha256(raw).hexdigest()[:16]
+    names = {
+        str(SampleId(dataset, 0, 0, ordinal)): f"{_key(line, ordinal)} (line {ordinal + 1})"
+        for ordinal, line in enumerate(raw.split(b"\n"))
+        if line.strip()
+    }
+    return Expected(dataset, names, "" if names else f"{path.name} holds no prompt")
+
+
+def _key(line: bytes, ordinal: int) -> str:
+    try:
+        fields: Any = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return str(ordinal)
+    return str(fields.get("id", ordinal)) if isinstance(fields, dict) else str(ordinal)
+
+
+def uses(files: RunFiles) -> Counter[str]:
+    """How often a completed optimizer step used each sample, by id."""
+    return Counter(id for step in files.steps for id in step.ids)
+
+
+def _natural(id: str) -> tuple[str, int]:
+    head, _, ordinal = id.rpartition("/")
+    return head, int(ordinal) if ordinal.isdecimal() else -1
+
+
+def loss_words(evaluation: Evaluation) -> str:
+    words = f"{evaluation.untrained_loss:.3f} untrained, {evaluation.trained_loss:.3f} trained"
+    if evaluation.untrained_loss <= 0:
+        return words
+    return f"{words} ({evaluation.trained_loss / evaluation.untrained_loss - 1:+.1%})"

@@ -1,0 +1,382 @@
+import copy
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from draftfeed_deploy.report import Report, summary_lines, write_report
+from draftfeed_proto.ids import SampleId
+
+PROMPTS, PER_STEP, LAYERS = 12, 3, 5
+ROW_BYTES = LAYERS * 64 * 2
+
+READABLE = "every record readable"
+ACCOUNTED = "every prompt accounted for"
+TRAINED = "samples generated = samples trained"
+ONCE = "each trained exactly once"
+DIGESTS = "tensors equal on both sides"
+ROWS = "a row for every fed token"
+WIRE = "wire bytes within logical bytes"
+LOSS = "held-out loss at least 25% below untrained"
+FINITE = "no non-finite values"
+
+
+class Run:
+    """The files of a small run that went well, as values a test may spoil before writing them."""
+
+    def __init__(self, root: Path) -> None:
+        self.dir, self.prompts = root / "run", root / "prompts.jsonl"
+        lines = [{"id": f"p-{i:02d}", "messages": []} for i in range(PROMPTS)]
+        self.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+        dataset = hashlib.sha256(self.prompts.read_bytes()).hexdigest()[:16]
+        self.ids = [str(SampleId(dataset, 0, 0, i)) for i in range(PROMPTS)]
+        self.generated = [self._generated(i) for i in range(PROMPTS)]
+        self.received = [self._received(i) for i in reversed(range(PROMPTS))]
+        self.steps = [
+            {"step": n + 1, "ids": self.ids[n * PER_STEP : (n + 1) * PER_STEP], "loss": 5.0 - n}
+            for n in range(PROMPTS // PER_STEP)
+        ]
+        self.producer = [self._producer(n) for n in range(13)]
+        self.consumer = [self._consumer(n) for n in range(13)]
+        self.rejected: list[dict[str, Any]] = []
+        self.evaluation: dict[str, Any] | None = {
+            "untrained_loss": 8.0,
+            "trained_loss": 5.0,
+            "accepted_length": 1.25,
+            "accepted_new_tokens": 125,
+            "accepted_target_calls": 100,
+            "same_as_greedy": True,
+        }
+
+    def _generated(self, i: int) -> dict[str, Any]:
+        return {
+            "id": self.ids[i],
+            "key": f"p-{i:02d}",
+            "rows": 30 + i,
+            "prompt_tokens": 10,
+            "finish_reason": "stop",
+            "digest": f"{i:016x}",
+            "missing_rows": 0,
+        }
+
+    def _received(self, i: int) -> dict[str, Any]:
+        return {"id": self.ids[i], "rows": 30 + i, "tokens": 31 + i, "digest": f"{i:016x}"}
+
+    def _producer(self, n: int) -> dict[str, Any]:
+        tokens = 35 * n
+        return {
+            "time_seconds": 0.5 * n,
+            "samples": n,
+            "tokens": tokens,
+            "response_tokens": 20 * n,
+            "logical_bytes": tokens * ROW_BYTES,
+            "encoded_bytes": tokens * ROW_BYTES * 7 // 10,
+            "wire_bytes": tokens * ROW_BYTES * 7 // 10,
+            "spool_bytes": 1000 * (n % 4),
+            "spool_quota_bytes": 1_000_000,
+            "leased": 2,
+            "committed": n,
+            "rejected": 0,
+            "stall_seconds": {"spool_full": 0.0, "no_credit": 1.5},
+            "nonfinite": [0] * LAYERS,
+            "saturated": [0, 0, 7, 0, 0],
+            "zero_rows": [0] * LAYERS,
+        }
+
+    def _consumer(self, n: int) -> dict[str, Any]:
+        shared = {key: self._producer(n)[key] for key in ("time_seconds", "samples", "tokens")}
+        sizes = {key: self._producer(n)[key] for key in ("logical_bytes", "wire_bytes")}
+        buffer = {"buffer_bytes": 500 * (n % 3), "buffer_capacity_bytes": 4000, "held": 1}
+        training = {
+            "trained": n,
+            "rejected": 0,
+            "step": n // PER_STEP,
+            "loss": None if n == 0 else 4.0,
+        }
+        return (
+            shared
+            | sizes
+            | buffer
+            | training
+            | {"stall_seconds": {"buffer_empty": 2.25, "link_down": 0.0}}
+        )
+
+    def report(self) -> Report:
+        self.write("producer/stats.jsonl", self.producer)
+        self.write("consumer/stats.jsonl", self.consumer)
+        self.write("producer/samples.jsonl", self.generated)
+        self.write("consumer/samples.jsonl", self.received)
+        self.write("consumer/steps.jsonl", self.steps)
+        if self.rejected:
+            self.write("producer/rejected.jsonl", self.rejected)
+        if self.evaluation is not None:
+            (self.dir / "evaluation.json").write_text(json.dumps(self.evaluation), "utf-8")
+        return write_report(self.dir, self.prompts)
+
+    def write(self, name: str, rows: list[dict[str, Any]]) -> None:
+        path = self.dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def failed(report: Report) -> dict[str, str]:
+    return {check.name: check.detail for check in report.checks if not check.passed}
+
+
+def test_a_run_that_went_well_passes_every_check(run: Run) -> None:
+    report = run.report()
+    assert failed(report) == {}
+    assert report.passed
+    assert (report.prompts, report.generated, report.trained, report.steps) == (12, 12, 12, 4)
+    assert report.tokens_per_second == pytest.approx(70)
+    assert report.ratio == pytest.approx(10 / 7, rel=1e-3)
+    assert report.final_training_loss == 2.0
+    assert [layer.saturated for layer in report.layers] == [0, 0, 7, 0, 0]
+
+
+def test_report_json_decodes_to_the_report_that_was_returned(run: Run) -> None:
+    report = run.report()
+    raw = (run.dir / "report.json").read_bytes()
+    assert msgspec.json.decode(raw, type=Report) == report
+    assert json.loads(raw)["passed"] is True
+
+
+def trained_twice(run: Run) -> None:
+    run.steps[2]["ids"] = [*run.steps[2]["ids"], run.ids[0]]
+
+
+def lost_before_training(run: Run) -> None:
+    run.steps[1]["ids"] = run.steps[1]["ids"][1:]
+
+
+def lost_before_generation(run: Run) -> None:
+    run.generated, run.received = run.generated[:-1], run.received[1:]
+    run.steps[-1]["ids"] = run.steps[-1]["ids"][:-1]
+
+
+def generated_from_another_file(run: Run) -> None:
+    """Consistent on both sides, and yet not one of the prompts."""
+    stranger = str(SampleId("0" * 16, 0, 0, 3))
+    run.generated.append(run.generated[3] | {"id": stranger})
+    run.received.append(
+        {"id": stranger, "rows": 33, "tokens": 34, "digest": run.generated[3]["digest"]}
+    )
+    run.steps[-1]["ids"] = [*run.steps[-1]["ids"], stranger]
+
+
+def trained_although_rejected(run: Run) -> None:
+    run.rejected = [{"id": run.ids[4], "reason": "empty response"}]
+
+
+def digest_flipped(run: Run) -> None:
+    run.received[5]["digest"] = "f" * 16
+
+
+def trained_but_never_received(run: Run) -> None:
+    run.received = run.received[1:]
+
+
+def row_missing_at_the_consumer(run: Run) -> None:
+    run.received[5]["tokens"] += 1
+
+
+def row_missing_at_the_producer(run: Run) -> None:
+    run.generated[5]["missing_rows"] = 1
+
+
+def row_lost_on_the_way(run: Run) -> None:
+    run.generated[5]["rows"] += 1
+
+
+def wire_larger_than_the_tensors(run: Run) -> None:
+    run.producer[-1]["wire_bytes"] = run.producer[-1]["logical_bytes"] + 1
+
+
+def nothing_crossed_the_wire(run: Run) -> None:
+    run.consumer[-1]["wire_bytes"] = 0
+
+
+def loss_not_fallen_enough(run: Run) -> None:
+    assert run.evaluation
+    run.evaluation["trained_loss"] = 6.01
+
+
+def loss_is_not_a_number(run: Run) -> None:
+    assert run.evaluation
+    run.evaluation["trained_loss"] = float("nan")
+
+
+def evaluation_missing(run: Run) -> None:
+    run.evaluation = None
+
+
+def nan_in_one_layer(run: Run) -> None:
+    run.producer[-1]["nonfinite"] = [0, 0, 0, 1, 0]
+
+
+FAULTS = [
+    (trained_twice, ONCE, "p-00 (line 1)"),
+    (lost_before_training, TRAINED, "p-03 (line 4)"),
+    (lost_before_generation, ACCOUNTED, "p-11 (line 12)"),
+    (generated_from_another_file, ACCOUNTED, "0000000000000000/0/0/3"),
+    (trained_although_rejected, TRAINED, "p-04 (line 5)"),
+    (digest_flipped, DIGESTS, "p-06 (line 7)"),
+    (trained_but_never_received, DIGESTS, "p-11 (line 12)"),
+    (row_missing_at_the_consumer, ROWS, "p-06 (line 7)"),
+    (row_missing_at_the_producer, ROWS, "p-05 (line 6)"),
+    (row_lost_on_the_way, ROWS, "p-05 (line 6)"),
+    (wire_larger_than_the_tensors, WIRE, "producer"),
+    (nothing_crossed_the_wire, WIRE, "consumer"),
+    (loss_not_fallen_enough, LOSS, "6.010 trained"),
+    (loss_is_not_a_number, LOSS, "evaluation.json"),
+    (evaluation_missing, LOSS, "evaluation.json: missing"),
+    (nan_in_one_layer, FINITE, "0, 0, 0, 1, 0"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "words"), FAULTS, ids=[f.__name__ for f, _, _ in FAULTS]
+)
+def test_fault_fails_exactly_its_check_and_is_named(
+    run: Run, fault: Any, check: str, words: str
+) -> None:
+    fault(run)
+    report = run.report()
+    assert list(failed(report)) == [check]
+    assert words in failed(report)[check]
+    assert not report.passed
+    assert json.loads((run.dir / "report.json").read_bytes())["passed"] is False
+
+
+def test_rejected_samples_are_named_and_do_not_fail_the_run(run: Run) -> None:
+    run.steps[1]["ids"] = run.steps[1]["ids"][1:]
+    run.rejected = [{"id": run.ids[3], "reason": "empty response"}]
+    report = run.report()
+    assert failed(report) == {}
+    details = {check.name: check.detail for check in report.checks}
+    assert "p-03 (line 4): empty response" in details[TRAINED]
+
+
+def test_ungated_numbers_never_fail_the_run(run: Run) -> None:
+    assert run.evaluation
+    run.evaluation |= {"same_as_greedy": False, "accepted_length": 1.0}
+    run.producer[-1]["stall_seconds"] = {"spool_full": 600.0, "no_credit": 600.0}
+    assert run.report().passed
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("producer/stats.jsonl", set()),
+        ("consumer/stats.jsonl", set()),
+        ("producer/samples.jsonl", {ACCOUNTED, TRAINED, DIGESTS}),
+        ("consumer/samples.jsonl", {DIGESTS}),
+        ("consumer/steps.jsonl", {TRAINED}),
+    ],
+)
+def test_line_cut_in_half_by_a_kill_is_reported_with_its_number(
+    run: Run, name: str, others: set[str]
+) -> None:
+    run.report()
+    path = run.dir / name
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - 20])
+    report = write_report(run.dir, run.prompts)
+    assert failed(report).keys() == {READABLE} | others
+    lines = whole.count(b"\n")
+    assert f"{name} line {lines}:" in failed(report)[READABLE]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"\xff\xfe\x00", b"[1, 2]\n", b'{"step": "x"}\n', b"null\n"], ids=repr
+)
+def test_garbage_in_every_file_gives_a_failed_report_and_no_traceback(
+    run: Run, damage: bytes
+) -> None:
+    run.report()
+    for path in [*run.dir.rglob("*.json*"), run.prompts]:
+        path.write_bytes(damage)
+    report = write_report(run.dir, run.prompts)
+    assert not report.passed
+    assert {ACCOUNTED, TRAINED, ONCE, LOSS, FINITE} & failed(report).keys()
+    assert (run.dir / "report.html").exists()
+
+
+def test_run_killed_before_it_wrote_anything_fails_everything(tmp_path: Path) -> None:
+    report = write_report(tmp_path / "run", tmp_path / "no-prompts.jsonl")
+    assert set(failed(report)) >= {READABLE, ACCOUNTED, ONCE, DIGESTS, ROWS, WIRE, LOSS, FINITE}
+    assert "no-prompts.jsonl cannot be read" in failed(report)[ACCOUNTED]
+    assert len(summary_lines(report)) <= 15
+    assert "nothing was recorded" in (tmp_path / "run/report.html").read_text("utf-8")
+
+
+def test_blank_lines_of_the_prompt_file_are_no_prompts_but_keep_their_ordinal(run: Run) -> None:
+    lines = run.prompts.read_bytes().split(b"\n")
+    run.prompts.write_bytes(b"\n".join([*lines[:1], b"", *lines[1:]]))
+    dataset = hashlib.sha256(run.prompts.read_bytes()).hexdigest()[:16]
+    moved = [str(SampleId(dataset, 0, 0, i)) for i in range(PROMPTS + 1) if i != 1]
+    rename = dict(zip(run.ids, moved, strict=True))
+    for row in [*run.generated, *run.received]:
+        row["id"] = rename[row["id"]]
+    for step in run.steps:
+        step["ids"] = [rename[id] for id in step["ids"]]
+    assert failed(run.report()) == {}
+
+
+def test_page_shows_the_figures_and_three_plots_and_loads_nothing(run: Run) -> None:
+    report = run.report()
+    page = (run.dir / "report.html").read_text("utf-8")
+    assert page.count("<svg") == 3
+    assert all(check.name in page for check in report.checks)
+    for figure in (
+        "All checks passed",
+        "1.429",
+        "8.00 → 5.00",
+        "1.25",
+        "buffer empty",
+        "2.2 s",
+        "70",
+    ):
+        assert figure in page
+    assert not re.search(r"https?:|//[a-z]|@import|<script|<link|\bsrc=", page)
+    assert not re.findall(r"\$\w+", page)
+
+
+def test_ids_inside_the_page_are_unique(run: Run) -> None:
+    run.report()
+    ids = re.findall(r'\bid="([^"]+)"', (run.dir / "report.html").read_text("utf-8"))
+    assert len(ids) == len(set(ids)) > 20
+
+
+def test_text_from_the_run_is_escaped_in_the_page(run: Run) -> None:
+    run.rejected = [{"id": "<script>alert(1)</script>", "reason": "<b>"}]
+    run.report()
+    page = (run.dir / "report.html").read_text("utf-8")
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_summary_is_short_plain_text_and_names_what_failed(run: Run) -> None:
+    digest_flipped(run)
+    trained_twice(run)
+    lines = summary_lines(run.report())
+    assert len(lines) <= 15
+    assert lines[0].startswith("FAILED: 12 of 12 prompts trained")
+    assert sum(line.startswith("  FAILED ") for line in lines) == 2
+    assert all(line.isascii() and "\n" not in line for line in lines)
+
+
+def test_counters_that_restart_at_zero_do_not_break_the_plots(run: Run) -> None:
+    run.producer += [
+        copy.deepcopy(run.producer[0]) | {"time_seconds": 7.0},
+        run.producer[-1] | {"time_seconds": 8.0},
+    ]
+    assert failed(run.report()) == {}
