@@ -8,6 +8,7 @@ times faster. The package itself is never imported: that would need llama.cpp.
 import contextlib
 import fcntl
 import importlib.util
+import io
 import logging
 import os
 import shutil
@@ -38,7 +39,7 @@ def default_cache_dir() -> Path:
 
 
 def prepare(cache_dir: Path | None = None) -> Path:
-    """The model directory inside `cache_dir`, made now if it is not there yet (about 10 s).
+    """The model directory inside `cache_dir`, made now if it is not there yet (half a minute).
 
     Several processes may call this at once: one makes it, the others wait.
     Raises SmolLM2Unavailable.
@@ -110,7 +111,9 @@ def _quiet() -> Iterator[None]:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        # One bar obeys no switch, and goes to whatever stderr is when it starts.
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:

@@ -111,7 +111,7 @@ class Granted(InSession, frozen=True, kw_only=True):
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    code: Literal["mismatch", "version", "held", "group", "malformed"]
+    code: Literal["mismatch", "version", "held", "rollback", "malformed"]
     reason: str
 
 
@@ -159,6 +159,10 @@ class Closing(InSession, frozen=True, kw_only=True):
     reason: str
 
 
+class Ping(InSession, frozen=True, kw_only=True):
+    """Nothing to say: it finds out whether the member is still there."""
+
+
 FromMember = Fence | Open | Grant | Credit | Nack | Reject | Release | Commit | Bye
 FromProducer = (
     Granted
@@ -171,6 +175,7 @@ FromProducer = (
     | EndOfSamples
     | AllTerminal
     | Closing
+    | Ping
 )
 
 

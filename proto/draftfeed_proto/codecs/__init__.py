@@ -1,4 +1,4 @@
-"""Chunk codecs: lossless transforms of a chunk's bytes. Named in configuration, numbered on disk."""
+"""Chunk codecs: lossless transforms of chunks, named in configuration, numbered on disk."""
 
 from typing import Protocol
 

@@ -1,0 +1,161 @@
+"""The buffer between the network and the trainer: bounded in bytes, shuffled inside a window."""
+
+import random
+import threading
+import time
+from typing import NamedTuple
+
+import msgspec
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.sample import Sample, decoded_bytes
+
+from draftfeed_consumer.errors import BufferTooSmall
+
+
+class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    capacity_bytes: int = 4 << 30
+    """Decoded bytes of all samples received and not yet released by the trainer."""
+    window_samples: int = 64
+    """Samples to wait for before one of them is drawn at random; 1 keeps the order of arrival."""
+    seed: int = 0
+    stall_seconds: float = 1.0
+    """When nothing has arrived for this long, a window that is not full yields all the same."""
+
+
+class BufferStatistics(NamedTuple):
+    bytes: int
+    """Reserved, ready and held by the trainer together."""
+    capacity_bytes: int
+    ready: int
+    held_bytes: int
+    """Of samples the trainer took and has not released."""
+    empty_seconds: float
+    """Time the trainer waited for a sample."""
+
+
+class Buffer:
+    """Room is reserved before a sample is asked for, so that what arrives always fits.
+
+    `reserve`, `put` and `cancel` belong to the receiving thread, `take` and `release` to the
+    trainer.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        self._config = config
+        self._random = random.Random(config.seed)
+        self._changed = threading.Condition()
+        self._reserved_bytes = 0
+        self._ready: list[Sample] = []
+        self._held: dict[SampleId, int] = {}
+        self._ended = False
+        self._failure: Exception | None = None
+        self._arrived_at = time.monotonic()
+        self._empty_seconds = 0.0
+        self._refused_bytes = 0
+
+    # receiving thread
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Take room for a sample of this many decoded bytes. Raises BufferTooSmall when it could
+        not fit even into an empty buffer."""
+        capacity = self._config.capacity_bytes
+        if size_bytes > capacity:
+            raise BufferTooSmall(size_bytes, capacity, f"one sample has {size_bytes} bytes")
+        with self._changed:
+            if self._bytes() + size_bytes > capacity:
+                self._refused_bytes = size_bytes
+                self._changed.notify_all()
+                return False
+            self._refused_bytes = 0
+            self._reserved_bytes += size_bytes
+            return True
+
+    def cancel(self, size_bytes: int) -> None:
+        """Give back room for a sample that will not come."""
+        with self._changed:
+            self._reserved_bytes -= size_bytes
+
+    def put(self, sample: Sample) -> None:
+        """A sample for which room was reserved."""
+        with self._changed:
+            self._reserved_bytes -= size_of(sample)
+            self._ready.append(sample)
+            self._arrived_at = time.monotonic()
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """No more will come; `take` gives what is ready and then None."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """`take` raises this from now on."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
+    # trainer
+
+    def take(self) -> Sample | None:
+        """A sample drawn from the window, or None at the end of the stream.
+
+        Raises what `fail` was given, and BufferTooSmall when the trainer waits for more while what
+        it holds leaves no room for it.
+        """
+        began = time.monotonic()
+        with self._changed:
+            while not self._may_draw():
+                self._check_progress()
+                self._changed.wait(0.2)
+            self._empty_seconds += time.monotonic() - began
+            if self._failure is not None:
+                raise self._failure
+            return self._draw() if self._ready else None
+
+    def release(self, id: SampleId) -> bool:
+        """The trainer has copied the tensors or dropped them; whether it held them."""
+        with self._changed:
+            return self._held.pop(id, None) is not None
+
+    def statistics(self) -> BufferStatistics:
+        with self._changed:
+            return BufferStatistics(
+                self._bytes(),
+                self._config.capacity_bytes,
+                len(self._ready),
+                sum(self._held.values()),
+                self._empty_seconds,
+            )
+
+    def _bytes(self) -> int:
+        ready = sum(size_of(sample) for sample in self._ready)
+        return self._reserved_bytes + ready + sum(self._held.values())
+
+    def _may_draw(self) -> bool:
+        if self._failure is not None or self._ended:
+            return True
+        if not self._ready:
+            return False
+        stalled = time.monotonic() - self._arrived_at >= self._config.stall_seconds
+        full = len(self._ready) >= self._config.window_samples or self._refused_bytes > 0
+        return full or stalled
+
+    def _check_progress(self) -> None:
+        held = sum(self._held.values())
+        if self._ready or self._reserved_bytes or not self._refused_bytes or not held:
+            return
+        why = f"the trainer holds {held} bytes in {len(self._held)} samples and waits for more"
+        raise BufferTooSmall(held + self._refused_bytes, self._config.capacity_bytes, why)
+
+    def _draw(self) -> Sample:
+        at = self._random.randrange(min(len(self._ready), max(1, self._config.window_samples)))
+        sample = self._ready.pop(at)
+        self._held[sample.id] = size_of(sample)
+        return sample
+
+
+def size_of(sample: Sample) -> int:
+    """Decoded bytes, as offers state them."""
+    rows, layers, hidden = sample.hidden_states.shape
+    return decoded_bytes(rows, layers, hidden)

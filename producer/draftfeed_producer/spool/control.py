@@ -1,0 +1,95 @@
+"""The control log: commits, tombstones and terms, in one append-only file beside the segments."""
+
+import os
+from pathlib import Path
+
+import msgspec
+from draftfeed_proto.ids import IdSet, SampleId, WireRanges
+
+from draftfeed_producer.spool import entries
+
+
+class Commit(msgspec.Struct, frozen=True, tag="commit"):
+    """A durable checkpoint holds the effect of exactly these samples (cumulative)."""
+
+    number: int
+    trained: WireRanges
+
+
+class Tombstone(msgspec.Struct, frozen=True, tag="tombstone"):
+    """A prompt that ended without being trained, and why."""
+
+    id: SampleId
+    state: str
+    reason: str
+
+
+class Term(msgspec.Struct, frozen=True, tag="term"):
+    """The group that may take samples, under this fencing number."""
+
+    term: int
+    group: str
+    incarnation: str
+
+
+Record = Commit | Tombstone | Term
+
+
+class ControlLog:
+    """Owner of `control.log`. Every append is durable when it returns."""
+
+    def __init__(self, path: Path, keep_commits: int) -> None:
+        self._keep_commits = keep_commits
+        self.commits: list[Commit] = []
+        """The last few, oldest first."""
+        self.tombstones: dict[SampleId, Tombstone] = {}
+        self.term: Term | None = None
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._end = self._replay()
+
+    def append(self, record: Record) -> None:
+        """Raises OSError; the log then ends where it ended before."""
+        try:
+            end = entries.write(
+                self._fd, self._end, entries.Kind.CONTROL, msgspec.msgpack.encode(record)
+            )
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self._end)
+            raise
+        self._end = end
+        self._apply(record)
+
+    @property
+    def freeable(self) -> IdSet:
+        """Samples in every checkpoint that may still be restored: the oldest kept commit."""
+        if len(self.commits) < self._keep_commits:
+            return IdSet()
+        return IdSet.from_wire(self.commits[0].trained)
+
+    @property
+    def committed(self) -> IdSet:
+        return IdSet.from_wire(self.commits[-1].trained) if self.commits else IdSet()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _replay(self) -> int:
+        end = 0
+        for entry in entries.scan(self._fd):
+            payload = entries.read(self._fd, entry)
+            if payload is None:
+                break
+            self._apply(msgspec.msgpack.decode(payload, type=Record))
+            end = entry.end
+        os.ftruncate(self._fd, end)
+        return end
+
+    def _apply(self, record: Record) -> None:
+        match record:
+            case Commit():
+                self.commits = [*self.commits, record][-self._keep_commits :]
+            case Tombstone():
+                self.tombstones[record.id] = record
+            case Term():
+                self.term = record
