@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from .report_checks import Check, Expected, expected_prompts, loss_words, run_checks, uses
+from .report_checks import Check, expected_prompts, loss_words, run_checks, uses
 from .report_html import render
 from .report_records import Evaluation, ProducerSnapshot, Rejection, RunFiles, read_run
 
-__all__ = ["Check", "Layer", "Report", "summary_lines", "write_report"]
+__all__ = ["Check", "Layer", "Report", "judge_run", "summary_lines", "write_report"]
 
 
 class Layer(msgspec.Struct, frozen=True):
@@ -59,31 +59,35 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return all(check.passed for check in self.checks)
 
 
+def judge_run(run_dir: Path, prompts_path: Path) -> Report:
+    """Judge the run in `run_dir` without writing anything. Damage is a failed check, not an error."""
+    return _judge(read_run(run_dir), run_dir, prompts_path)
+
+
 def write_report(run_dir: Path, prompts_path: Path) -> Report:
     """Judge the run in `run_dir`; write `report.json` and `report.html` beside its files.
 
     Whatever is missing or damaged becomes a failed check. Raises OSError only when the reports
     cannot be written, and ImportError when matplotlib is not there to draw the page.
     """
-    run_dir, prompts_path = Path(run_dir), Path(prompts_path)
     files = read_run(run_dir)
-    expected = expected_prompts(prompts_path)
-    report = _judge(files, expected, run=run_dir.resolve().name, prompts_file=prompts_path.name)
-    document = {"passed": report.passed, **msgspec.to_builtins(report)}
+    report = _judge(files, run_dir, prompts_path)
     run_dir.mkdir(parents=True, exist_ok=True)
+    document = {"passed": report.passed, **msgspec.to_builtins(report)}
     text = msgspec.json.format(msgspec.json.encode(document))
     (run_dir / "report.json").write_bytes(text + b"\n")
     (run_dir / "report.html").write_text(render(report, files), encoding="utf-8")
     return report
 
 
-def _judge(files: RunFiles, expected: Expected, *, run: str, prompts_file: str) -> Report:
+def _judge(files: RunFiles, run_dir: Path, prompts_path: Path) -> Report:
+    expected = expected_prompts(prompts_path)
     last = files.producer[-1] if files.producer else None
     return Report(
         draftfeed_version=importlib.metadata.version("draftfeed"),
         written_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        run=run,
-        prompts_file=prompts_file,
+        run=run_dir.resolve().name,
+        prompts_file=prompts_path.name,
         dataset=expected.dataset,
         duration_seconds=files.duration_seconds,
         prompts=len(expected.names),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from draftfeed_proto.ids import SampleId
 
 from .report_records import Evaluation, ProducerSnapshot, RunFiles
@@ -80,10 +81,11 @@ def _check_trained(files: RunFiles, expected: Expected) -> Check:
     rejected = {rejection.id for rejection in files.rejected}
     generated = {sample.id for sample in files.generated} - rejected
     trained = uses(files).keys()
-    detail = f"{len(generated)} generated = {len(trained)} trained"
+    detail = f"{len(generated | rejected)} generated = {len(trained)} trained"
     if files.rejected:
-        reasons = ", ".join(f"{expected.listing([r.id])}: {r.reason}" for r in files.rejected)
-        detail += f" (rejected: {reasons})"
+        reasons = [f"{expected.listing([r.id])}: {r.reason}" for r in files.rejected]
+        more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
+        detail += f" + {len(rejected)} rejected ({', '.join(reasons[:4])}{more})"
     faults = []
     if lost := generated - trained:
         faults.append(f"{len(lost)} generated but not trained: {expected.listing(lost)}")
@@ -137,16 +139,18 @@ def _check_rows(files: RunFiles, expected: Expected) -> Check:
 
 
 def _check_wire(files: RunFiles) -> Check:
-    name, faults, details = "wire bytes within logical bytes", [], []
+    faults, details = [], []
     for side, snapshots in (("producer", files.producer), ("consumer", files.consumer)):
         logical = snapshots[-1].logical_bytes if snapshots else 0
         wire = snapshots[-1].wire_bytes if snapshots else 0
         ratio = f", ratio {logical / wire:.3f}" if wire else ""
-        text = f"{side} {logical:,} logical, {wire:,} wire{ratio}"
+        text = f"{logical:,} logical, {wire:,} wire{ratio}"
         details.append(text)
         if not 0 < wire <= logical <= wire * MOST_PLAUSIBLE_RATIO:
-            faults.append(f"not plausible: {text}")
-    return _check(name, "; ".join(details), faults)
+            faults.append(f"not plausible at the {side}: {text}")
+    same = details[0] == details[1]
+    detail = f"{details[0]} on both sides" if same else f"producer {' / consumer '.join(details)}"
+    return _check("wire bytes within logical bytes", detail, faults)
 
 
 def _check_loss(files: RunFiles) -> Check:

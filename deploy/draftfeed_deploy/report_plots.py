@@ -48,7 +48,7 @@ def _bandwidth(files: RunFiles) -> "Figure":
 
 
 def _fill(files: RunFiles) -> "Figure":
-    figure, (above, below) = _figure(width=5.6, height=3.7, rows=2)
+    figure, (above, below) = _figure(width=5.2, height=3.5, rows=2)
     spool = (files.producer, "spool_bytes", "spool_quota_bytes", "spool (producer)")
     buffer = (files.consumer, "buffer_bytes", "buffer_capacity_bytes", "buffer (consumer)")
     for axes, colour, (snapshots, filled, limit, label) in (
@@ -62,7 +62,8 @@ def _fill(files: RunFiles) -> "Figure":
         _level(axes, colour, _column(snapshots, "time_seconds"), _column(snapshots, filled) / MB)
         _mark_capacity(axes, capacity, max(getattr(s, filled) for s in snapshots) / MB)
         axes.set_xlim(0, files.duration_seconds or 1)
-        axes.set_title(f"{label}, of {capacity:,.4g} MB", loc="left", fontsize=8.5, color=INK)
+        size = f", of {capacity:,.4g} MB" if capacity else ""
+        axes.set_title(f"{label}{size}", loc="left", fontsize=8.5, color=INK)
         _finish(axes, "MB", "seconds since the run began" if axes is below else "")
     return figure
 
@@ -73,24 +74,28 @@ def _level(axes: "Axes", colour: str, times: Series, level: Series) -> None:
 
 
 def _loss(files: RunFiles) -> "Figure":
-    figure, (axes,) = _figure(width=5.6, height=3.7, rows=1)
+    figure, (axes,) = _figure(width=5.2, height=3.5, rows=1)
     points = [(step.step, step.loss) for step in files.steps if step.loss is not None]
     if not points:
         return _empty(figure, axes)
     steps, losses = np.array(points, dtype=np.float64).T
-    axes.plot(steps, losses, ".", color=FAINT, markersize=4, label="each step")
-    window = max(1, len(losses) // 20)
+    axes.plot(steps, losses, ".", color=BLUE, alpha=0.4, markersize=5, label="each step")
+    window = max(1, len(losses) // 10)
     means = _running_mean(losses, window)
-    axes.plot(steps[window - 1 :], means, color=BLUE, label=f"mean of {window}")
+    centres = steps[window // 2 :][: len(means)]
+    axes.plot(centres, means, color=BLUE, label=f"mean of {window}")
     _finish(axes, "training loss", "optimizer step", floor=None)
     _legend(axes)
     return figure
 
 
 def _rate(times: Series, totals: Series) -> tuple[Series, Series]:
-    """Bytes/s in even bins of at least a second: (bin centres, rates)."""
+    """Bytes/s in even bins of at least a second: (bin centres, rates).
+
+    Samples come in batches: finer bins would show spikes where people look for a level.
+    """
     span = max(times[-1] - times[0], 1e-9)
-    edges = np.linspace(times[0], times[-1], num=max(2, min(240, int(span)) + 1))
+    edges = np.linspace(times[0], times[-1], num=max(2, min(60, int(span)) + 1))
     # A restarted process counts from zero again; its bytes were not moved backwards.
     moved = np.maximum(np.diff(np.interp(edges, times, totals)), 0)
     return (edges[:-1] + edges[1:]) / 2, moved / np.diff(edges)
@@ -129,7 +134,8 @@ def _mark_capacity(axes: "Axes", capacity: float, peak: float) -> None:
 
 
 def _legend(axes: "Axes") -> None:
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="upper right", ncols=2)
+    above = {"bbox_to_anchor": (1, 0.98), "ncols": 2}
+    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="lower right", **above)
 
 
 def _finish(axes: "Axes", y_label: str, x_label: str, *, floor: float | None = 0) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from draftfeed_deploy.report import Report, summary_lines, write_report
+
+from draftfeed_deploy.report import Report, judge_run, summary_lines, write_report
 from draftfeed_proto.ids import SampleId
 
 PROMPTS, PER_STEP, LAYERS = 12, 3, 5
@@ -105,6 +106,10 @@ class Run:
         )
 
     def report(self) -> Report:
+        self.write_files()
+        return write_report(self.dir, self.prompts)
+
+    def write_files(self) -> None:
         self.write("producer/stats.jsonl", self.producer)
         self.write("consumer/stats.jsonl", self.consumer)
         self.write("producer/samples.jsonl", self.generated)
@@ -114,7 +119,10 @@ class Run:
             self.write("producer/rejected.jsonl", self.rejected)
         if self.evaluation is not None:
             (self.dir / "evaluation.json").write_text(json.dumps(self.evaluation), "utf-8")
-        return write_report(self.dir, self.prompts)
+
+    def judge(self) -> Report:
+        self.write_files()
+        return judge_run(self.dir, self.prompts)
 
     def write(self, name: str, rows: list[dict[str, Any]]) -> None:
         path = self.dir / name
@@ -147,6 +155,9 @@ def test_report_json_decodes_to_the_report_that_was_returned(run: Run) -> None:
     raw = (run.dir / "report.json").read_bytes()
     assert msgspec.json.decode(raw, type=Report) == report
     assert json.loads(raw)["passed"] is True
+    digest_flipped(run)
+    run.report()
+    assert json.loads((run.dir / "report.json").read_bytes())["passed"] is False
 
 
 def trained_twice(run: Run) -> None:
@@ -249,17 +260,16 @@ def test_fault_fails_exactly_its_check_and_is_named(
     run: Run, fault: Any, check: str, words: str
 ) -> None:
     fault(run)
-    report = run.report()
+    report = run.judge()
     assert list(failed(report)) == [check]
     assert words in failed(report)[check]
     assert not report.passed
-    assert json.loads((run.dir / "report.json").read_bytes())["passed"] is False
 
 
 def test_rejected_samples_are_named_and_do_not_fail_the_run(run: Run) -> None:
     run.steps[1]["ids"] = run.steps[1]["ids"][1:]
     run.rejected = [{"id": run.ids[3], "reason": "empty response"}]
-    report = run.report()
+    report = run.judge()
     assert failed(report) == {}
     details = {check.name: check.detail for check in report.checks}
     assert "p-03 (line 4): empty response" in details[TRAINED]
@@ -269,7 +279,7 @@ def test_ungated_numbers_never_fail_the_run(run: Run) -> None:
     assert run.evaluation
     run.evaluation |= {"same_as_greedy": False, "accepted_length": 1.0}
     run.producer[-1]["stall_seconds"] = {"spool_full": 600.0, "no_credit": 600.0}
-    assert run.report().passed
+    assert run.judge().passed
 
 
 @pytest.mark.parametrize(
@@ -285,11 +295,11 @@ def test_ungated_numbers_never_fail_the_run(run: Run) -> None:
 def test_line_cut_in_half_by_a_kill_is_reported_with_its_number(
     run: Run, name: str, others: set[str]
 ) -> None:
-    run.report()
+    run.write_files()
     path = run.dir / name
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - 20])
-    report = write_report(run.dir, run.prompts)
+    report = judge_run(run.dir, run.prompts)
     assert failed(report).keys() == {READABLE} | others
     lines = whole.count(b"\n")
     assert f"{name} line {lines}:" in failed(report)[READABLE]
@@ -301,7 +311,7 @@ def test_line_cut_in_half_by_a_kill_is_reported_with_its_number(
 def test_garbage_in_every_file_gives_a_failed_report_and_no_traceback(
     run: Run, damage: bytes
 ) -> None:
-    run.report()
+    run.write_files()
     for path in [*run.dir.rglob("*.json*"), run.prompts]:
         path.write_bytes(damage)
     report = write_report(run.dir, run.prompts)
@@ -328,7 +338,7 @@ def test_blank_lines_of_the_prompt_file_are_no_prompts_but_keep_their_ordinal(ru
         row["id"] = rename[row["id"]]
     for step in run.steps:
         step["ids"] = [rename[id] for id in step["ids"]]
-    assert failed(run.report()) == {}
+    assert failed(run.judge()) == {}
 
 
 def test_page_shows_the_figures_and_three_plots_and_loads_nothing(run: Run) -> None:
@@ -367,7 +377,7 @@ def test_text_from_the_run_is_escaped_in_the_page(run: Run) -> None:
 def test_summary_is_short_plain_text_and_names_what_failed(run: Run) -> None:
     digest_flipped(run)
     trained_twice(run)
-    lines = summary_lines(run.report())
+    lines = summary_lines(run.judge())
     assert len(lines) <= 15
     assert lines[0].startswith("FAILED: 12 of 12 prompts trained")
     assert sum(line.startswith("  FAILED ") for line in lines) == 2
