@@ -60,7 +60,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_run(run_dir: Path, prompts_path: Path) -> Report:
-    """Judge the run in `run_dir` without writing anything. Damage is a failed check, not an error."""
+    """Judge the run in `run_dir` and write nothing. Damage is a failed check, not an error."""
     return _judge(read_run(run_dir), run_dir, prompts_path)
 
 

@@ -81,7 +81,7 @@ def _check_trained(files: RunFiles, expected: Expected) -> Check:
     rejected = {rejection.id for rejection in files.rejected}
     generated = {sample.id for sample in files.generated} - rejected
     trained = uses(files).keys()
-    detail = f"{len(generated | rejected)} generated = {len(trained)} trained"
+    detail = f"{len(generated | rejected)} samples = {len(trained)} trained"
     if files.rejected:
         reasons = [f"{expected.listing([r.id])}: {r.reason}" for r in files.rejected]
         more = f" and {len(reasons) - 4} more" if len(reasons) > 4 else ""
