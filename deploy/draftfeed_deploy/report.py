@@ -12,6 +12,9 @@ from .report_records import Evaluation, ProducerSnapshot, Rejection, RunFiles, r
 
 __all__ = ["Check", "Layer", "Report", "judge_run", "summary_lines", "write_report"]
 
+SHARD_SIZE = 4096
+"""Lines a shard of the prompt file, where the producer's configuration says nothing else."""
+
 
 class Layer(msgspec.Struct, frozen=True):
     """Values of one tapped layer that did not survive the conversion to fp16 unharmed."""
@@ -59,19 +62,20 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return all(check.passed for check in self.checks)
 
 
-def judge_run(run_dir: Path, prompts_path: Path) -> Report:
+def judge_run(run_dir: Path, prompts_path: Path, shard_size: int = SHARD_SIZE) -> Report:
     """Judge the run in `run_dir` and write nothing. Damage is a failed check, not an error."""
-    return _judge(read_run(run_dir), run_dir, prompts_path)
+    return _judge(read_run(run_dir), run_dir, prompts_path, shard_size)
 
 
-def write_report(run_dir: Path, prompts_path: Path) -> Report:
+def write_report(run_dir: Path, prompts_path: Path, shard_size: int = SHARD_SIZE) -> Report:
     """Judge the run in `run_dir`; write `report.json` and `report.html` beside its files.
 
+    `shard_size` is the producer's: it is part of the sample ids that are expected.
     Whatever is missing or damaged becomes a failed check. Raises OSError only when the reports
     cannot be written, and ImportError when matplotlib is not there to draw the page.
     """
     files = read_run(run_dir)
-    report = _judge(files, run_dir, prompts_path)
+    report = _judge(files, run_dir, prompts_path, shard_size)
     run_dir.mkdir(parents=True, exist_ok=True)
     document = {"passed": report.passed, **msgspec.to_builtins(report)}
     text = msgspec.json.format(msgspec.json.encode(document))
@@ -80,8 +84,8 @@ def write_report(run_dir: Path, prompts_path: Path) -> Report:
     return report
 
 
-def _judge(files: RunFiles, run_dir: Path, prompts_path: Path) -> Report:
-    expected = expected_prompts(prompts_path)
+def _judge(files: RunFiles, run_dir: Path, prompts_path: Path, shard_size: int) -> Report:
+    expected = expected_prompts(prompts_path, shard_size)
     last = files.producer[-1] if files.producer else None
     return Report(
         draftfeed_version=importlib.metadata.version("draftfeed"),

@@ -175,15 +175,17 @@ def _check(name: str, detail: str, faults: list[str], most: int = 3) -> Check:
     return Check(name, not faults, "; ".join(faults[:most] + more) if faults else detail)
 
 
-def expected_prompts(path: Path) -> Expected:
-    """Identity of every prompt of a file that was generated from once, unsharded."""
+def expected_prompts(path: Path, shard_size: int) -> Expected:
+    """Identity of every prompt of a file in its first epoch; shards hold `shard_size` lines."""
     try:
         raw = path.read_bytes()
     except OSError as error:
         return Expected("", {}, f"{path.name} cannot be read: {error.strerror}")
     dataset = hashlib.sha256(raw).hexdigest()[:16]
     names = {
-        str(SampleId(dataset, 0, 0, ordinal)): f"{_key(line, ordinal)} (line {ordinal + 1})"
+        str(
+            SampleId(dataset, 0, ordinal // shard_size, ordinal)
+        ): f"{_key(line, ordinal)} (line {ordinal + 1})"
         for ordinal, line in enumerate(raw.split(b"\n"))
         if line.strip()
     }

@@ -105,6 +105,12 @@ class Run:
             | {"stall_seconds": {"buffer_empty": 2.25, "link_down": 0.0}}
         )
 
+    def rename(self, new: dict[str, str]) -> None:
+        for row in [*self.generated, *self.received]:
+            row["id"] = new[row["id"]]
+        for step in self.steps:
+            step["ids"] = [new[id] for id in step["ids"]]
+
     def report(self) -> Report:
         self.write_files()
         return write_report(self.dir, self.prompts)
@@ -174,7 +180,6 @@ def lost_before_generation(run: Run) -> None:
 
 
 def generated_from_another_file(run: Run) -> None:
-    """Consistent on both sides, and yet not one of the prompts."""
     stranger = str(SampleId("0" * 16, 0, 0, 3))
     run.generated.append(run.generated[3] | {"id": stranger})
     run.received.append(
@@ -328,16 +333,19 @@ def test_run_killed_before_it_wrote_anything_fails_everything(tmp_path: Path) ->
     assert "nothing was recorded" in (tmp_path / "run/report.html").read_text("utf-8")
 
 
+def test_ids_of_a_sharded_prompt_file_are_expected_by_shard(run: Run) -> None:
+    run.rename({id: id.replace("/0/0/", f"/0/{n // 5}/") for n, id in enumerate(run.ids)})
+    run.write_files()
+    assert failed(judge_run(run.dir, run.prompts, shard_size=5)) == {}
+    assert list(failed(judge_run(run.dir, run.prompts))) == [ACCOUNTED]
+
+
 def test_blank_lines_of_the_prompt_file_are_no_prompts_but_keep_their_ordinal(run: Run) -> None:
     lines = run.prompts.read_bytes().split(b"\n")
     run.prompts.write_bytes(b"\n".join([*lines[:1], b"", *lines[1:]]))
     dataset = hashlib.sha256(run.prompts.read_bytes()).hexdigest()[:16]
     moved = [str(SampleId(dataset, 0, 0, i)) for i in range(PROMPTS + 1) if i != 1]
-    rename = dict(zip(run.ids, moved, strict=True))
-    for row in [*run.generated, *run.received]:
-        row["id"] = rename[row["id"]]
-    for step in run.steps:
-        step["ids"] = [rename[id] for id in step["ids"]]
+    run.rename(dict(zip(run.ids, moved, strict=True)))
     assert failed(run.judge()) == {}
 
 
