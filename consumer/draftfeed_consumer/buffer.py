@@ -6,10 +6,10 @@ import time
 from typing import NamedTuple
 
 import msgspec
-from draftfeed_proto.ids import SampleId
-from draftfeed_proto.sample import Sample, decoded_bytes
 
 from draftfeed_consumer.errors import BufferTooSmall
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.sample import Sample, decoded_bytes
 
 
 class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

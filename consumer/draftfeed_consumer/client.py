@@ -11,11 +11,6 @@ from typing import NamedTuple
 
 import msgspec
 import zmq
-from draftfeed_proto import messages as m
-from draftfeed_proto.descriptor import Descriptor, Expectation
-from draftfeed_proto.errors import ProtoError
-from draftfeed_proto.ids import SampleId
-from draftfeed_proto.sample import Sample
 
 from draftfeed_consumer.buffer import Buffer
 from draftfeed_consumer.errors import (
@@ -36,6 +31,11 @@ from draftfeed_consumer.reception import (
     Reception,
     Reply,
 )
+from draftfeed_proto import messages as m
+from draftfeed_proto.descriptor import Descriptor, Expectation
+from draftfeed_proto.errors import ProtoError
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class ClientStatistics(NamedTuple):
     samples: int
     tokens: int
     logical_bytes: int
+    encoded_bytes: int
+    """Of chunk frames only."""
     wire_bytes: int
     link_down_seconds: float
 
@@ -99,7 +101,7 @@ class Client:
         self._reported_at = 0.0
         self._was_attached = False
         self._closing_reason: str | None = None
-        self._counts = ClientStatistics(False, 0, 0, 0, 0, 0.0)
+        self._counts = ClientStatistics(False, 0, 0, 0, 0, 0, 0.0)
         self._thread = threading.Thread(target=self._run, name="client", daemon=True)
 
     def start(self) -> None:
@@ -113,7 +115,8 @@ class Client:
         self.wake()
 
     def wake(self) -> None:
-        self._waker.send(b"\0")
+        if not self._closing.is_set():
+            self._waker.send(b"\0")
 
     def reject(self, id: SampleId, reason: str) -> None:
         self._outbox.put(
@@ -139,8 +142,10 @@ class Client:
             )
 
     def close(self) -> None:
+        if self._closing.is_set():
+            return
         self._closing.set()
-        self.wake()
+        self._waker.send(b"\0")
         self._thread.join()
         self._waker.close()
         self._wake_end.close()
@@ -267,7 +272,11 @@ class Client:
         link.check()
         while (got := link.receive()) is not None:
             message, frame, wire_bytes = got
-            self._counts = self._counts._replace(wire_bytes=self._counts.wire_bytes + wire_bytes)
+            counts = self._counts
+            self._counts = counts._replace(
+                encoded_bytes=counts.encoded_bytes + (len(frame) if frame else 0),
+                wire_bytes=counts.wire_bytes + wire_bytes,
+            )
             self._check_refused(message)
             self._perform(link, reception.received(message, frame))
         self._send_outbox(link, reception)

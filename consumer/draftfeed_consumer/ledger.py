@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import msgspec
+
 from draftfeed_proto.ids import IdSet, SampleId, WireRanges
 
 

@@ -7,12 +7,12 @@ new one, and that a cut is an event instead of a silence.
 import time
 
 import zmq
-from draftfeed_proto import messages as m
-from draftfeed_proto.errors import MalformedMessage
-from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 from zmq.utils.monitor import recv_monitor_message
 
 from draftfeed_consumer.errors import AddressError
+from draftfeed_proto import messages as m
+from draftfeed_proto.errors import MalformedMessage
+from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 
 CONNECT_SECONDS = 2.0
 HEARTBEAT_MS = 2_000

@@ -4,13 +4,12 @@ import logging
 from collections import deque
 from typing import NamedTuple
 
+from draftfeed_consumer.buffer import Buffer
+from draftfeed_consumer.ledger import Ledger
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedMessage, ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Assembler, Sample
-
-from draftfeed_consumer.buffer import Buffer
-from draftfeed_consumer.ledger import Ledger
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from draftfeed_proto.descriptor import Descriptor, Expectation
-from draftfeed_proto.ids import SampleId
-from draftfeed_proto.sample import Sample
 
 from draftfeed_consumer.buffer import Buffer, BufferConfig, BufferStatistics
 from draftfeed_consumer.client import Client, ClientConfig, ClientStatistics
 from draftfeed_consumer.errors import ConsumerError
 from draftfeed_consumer.ledger import Ledger, parse
+from draftfeed_proto.descriptor import Descriptor, Expectation
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ class ProducerSnapshot(msgspec.Struct, frozen=True):
     """One line of `producer/stats.jsonl`. Counters are cumulative; lists have one entry a layer."""
 
     time_seconds: float
-    """Monotonic seconds since the run began."""
+    """Monotonic; in the file since the machine started, here since the run's first snapshot."""
     samples: int
     tokens: int
     """Tokens fed to the target, which is the number of rows."""
@@ -39,7 +39,7 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True):
     """One line of `consumer/stats.jsonl`. Counters are cumulative."""
 
     time_seconds: float
-    """Monotonic seconds since the run began."""
+    """Monotonic; in the file since the machine started, here since the run's first snapshot."""
     samples: int
     tokens: int
     logical_bytes: int
@@ -120,8 +120,7 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def duration_seconds(self) -> float:
         """Time of the last snapshot that either side took."""
-        times = [s.time_seconds for s in self.producer] + [s.time_seconds for s in self.consumer]
-        return max(times, default=0.0)
+        return max((s.time_seconds for s in (*self.producer, *self.consumer)), default=0.0)
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -133,9 +132,12 @@ def read_run(run_dir: Path) -> RunFiles:
         return _read_lines(run_dir, name, type, problems)
 
     evaluation, evaluation_problem = _read_evaluation(run_dir / "evaluation.json")
+    producer = lines("producer/stats.jsonl", ProducerSnapshot)
+    consumer = lines("consumer/stats.jsonl", ConsumerSnapshot)
+    origin = min((s.time_seconds for s in (*producer, *consumer)), default=0.0)
     return RunFiles(
-        producer=lines("producer/stats.jsonl", ProducerSnapshot),
-        consumer=lines("consumer/stats.jsonl", ConsumerSnapshot),
+        producer=[_since(origin, snapshot) for snapshot in producer],
+        consumer=[_since(origin, snapshot) for snapshot in consumer],
         generated=lines("producer/samples.jsonl", GeneratedSample),
         received=lines("consumer/samples.jsonl", ReceivedSample),
         steps=lines("consumer/steps.jsonl", Step),
@@ -144,6 +146,11 @@ def read_run(run_dir: Path) -> RunFiles:
         evaluation_problem=evaluation_problem,
         problems=problems,
     )
+
+
+def _since(origin: float, snapshot: T) -> T:
+    assert isinstance(snapshot, ProducerSnapshot | ConsumerSnapshot)
+    return msgspec.structs.replace(snapshot, time_seconds=snapshot.time_seconds - origin)
 
 
 def _read_lines(run_dir: Path, name: str, type: type[T], problems: list[str]) -> list[T]:

@@ -24,7 +24,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAME = "smollm2-135m-instruct"
 
 
-class SmolLM2Unavailable(ValueError):  # noqa: N818
+class SmolLM2Unavailable(ValueError):
     """Something that is needed to make the model directory is not installed."""
 
     def __init__(self, package: str, command: str) -> None:

@@ -10,6 +10,7 @@ import secrets
 from collections import deque
 from typing import NamedTuple
 
+from draftfeed_producer.spool import Spool
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import DescriptorMismatch, IncompatibleVersion
@@ -102,6 +103,17 @@ class Delivery:
         self.generation_done = False
         for header in stored:
             self._enqueue_new(header)
+
+    @classmethod
+    def of(cls, spool: Spool, descriptor: Descriptor) -> "Delivery":
+        """The state that a spool's contents mean, after a start or a restart."""
+        return cls(
+            descriptor,
+            committed=spool.committed,
+            commit_number=spool.commit_number,
+            term=spool.term.term if spool.term else 0,
+            stored=[record.header for record in spool.deliverable()],
+        )
 
     @property
     def term(self) -> int:

@@ -14,10 +14,6 @@ from typing import NamedTuple
 
 import msgspec
 import zmq
-from draftfeed_proto import messages as m
-from draftfeed_proto.errors import ProtoError
-from draftfeed_proto.limits import MAX_MESSAGE_BYTES
-from draftfeed_proto.sample import SampleHeader
 
 from draftfeed_producer.delivery import (
     Action,
@@ -31,6 +27,10 @@ from draftfeed_producer.delivery import (
 from draftfeed_producer.errors import BindError
 from draftfeed_producer.spool import Spool
 from draftfeed_producer.spool.control import Term
+from draftfeed_proto import messages as m
+from draftfeed_proto.errors import ProtoError
+from draftfeed_proto.limits import MAX_MESSAGE_BYTES
+from draftfeed_proto.sample import SampleHeader
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,8 @@ class Server:
 
     def close(self, reason: str) -> None:
         """Tell the member why, and end the thread."""
+        if self._closing is not None:
+            return
         self._closing = reason
         self._wake()
         self._thread.join()

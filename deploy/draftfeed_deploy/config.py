@@ -1,0 +1,108 @@
+"""TOML files into frozen Structs; what is unknown or wrong is named, with the nearest right key."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from draftfeed_deploy.errors import ConfigError
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+Table = dict[str, Any]
+
+
+def load(path: Path, kind: type[Config], overrides: Iterable[str] = ()) -> Config:
+    """overrides: `table.key=value`, the value in TOML or a bare word. Raises ConfigError."""
+    table = _read(path)
+    for override in overrides:
+        _override(table, override)
+    return build(table, kind, str(path))
+
+
+def build(table: Table, kind: type[Config], where: str) -> Config:
+    """A table as the Struct it should be. Raises ConfigError."""
+    for fault in _faults(table, inspect.type_info(kind), ()):
+        raise ConfigError(where, fault)
+    try:
+        return msgspec.convert(table, kind, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        raise ConfigError(where, _plain(str(error))) from None
+
+
+def _path(kind: type, value: Any) -> Path:
+    if kind is not Path or not isinstance(value, str):
+        raise TypeError("expected a path, as a string")
+    return Path(value).expanduser()
+
+
+def _read(path: Path) -> Table:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(path), f"is not TOML: {error}") from None
+
+
+def _override(table: Table, text: str) -> None:
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {text}", "is not of the form table.key=value")
+    for key in keys[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {text}", f"{key!r} is a value, not a table")
+        table = inner
+    table[keys[-1]] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _faults(value: Any, kind: inspect.Type, path: tuple[str, ...]) -> Iterator[str]:
+    """Keys that no Struct declares and tags that no Struct carries, in words."""
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    structs = [one for one in kinds if isinstance(one, inspect.StructType)]
+    if not structs or not isinstance(value, dict):
+        return
+    tagged = {one.tag: one for one in structs if one.tag_field}
+    if not tagged:
+        yield from _unknown_keys(value, structs[0], path)
+    elif (tag := value.get(str(structs[0].tag_field))) in tagged:
+        yield from _unknown_keys(value, tagged[tag], path)
+    else:
+        name = ".".join((*path, str(structs[0].tag_field)))
+        near = f", not {tag!r}" if tag is not None else ""
+        yield f"{name} must be one of {', '.join(map(repr, tagged))}{near}"
+
+
+def _unknown_keys(table: Table, struct: inspect.StructType, path: tuple[str, ...]) -> Iterator[str]:
+    fields = {field.encode_name: field.type for field in struct.fields}
+    known = [*fields, *([struct.tag_field] if struct.tag_field else [])]
+    for key, inner in table.items():
+        if key not in known:
+            yield _unknown_words((*path, key), known)
+        elif key in fields:
+            yield from _faults(inner, fields[key], (*path, key))
+
+
+def _unknown_words(path: tuple[str, ...], known: list[str]) -> str:
+    near = difflib.get_close_matches(path[-1], known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    return f"unknown key {'.'.join(path)!r}; {hint}"
+
+
+def _plain(text: str) -> str:
+    """msgspec's words with our names: "`$.spool.dir`" becomes "spool.dir"."""
+    return re.sub(r"`\$\.?([^`]*)`", lambda found: found[1] or "the file", text)

@@ -1,0 +1,86 @@
+"""`draftfeed consumer`: the consumer and its trainer in the foreground."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from draftfeed_consumer.config import ConsumerConfig
+from draftfeed_consumer.stream import HiddenStateStream, StreamStatistics
+from draftfeed_consumer.trainers import load as load_trainer
+from draftfeed_deploy.foreground import on_signal, open_log, watched
+from draftfeed_deploy.monitor import JsonLines, Snapshot
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.sample import Sample
+
+
+class Interrupted(Exception):
+    """SIGTERM or SIGINT reached a consumer: raised in its main thread."""
+
+
+def run_consumer(config: ConsumerConfig, run_dir: Path | None, console: Console) -> None:
+    """Returns when the trainer does. Raises ConsumerError, or Interrupted after a signal."""
+    train, run = load_trainer(config.trainer)
+    with ExitStack() as stack:
+        stack.enter_context(on_signal(_interrupt))
+        samples = open_log(stack, run_dir, "samples.jsonl")
+        stream = HiddenStateStream(config.stream, samples and _received_to(samples))
+        stack.callback(stream.close)
+        steps = open_log(stack, run_dir, "steps.jsonl")
+        if steps is not None:
+            stream.on_step(_steps_to(steps))
+        stack.enter_context(
+            watched("consumer", lambda: consumer_snapshot(stream.statistics()), run_dir, console)
+        )
+        train(stream, run)
+        stream.wait_committed()
+
+
+def consumer_snapshot(statistics: StreamStatistics) -> Snapshot:
+    """Counters since the process began, levels now. Bytes and seconds."""
+    client, buffer = statistics.client, statistics.buffer
+    return {
+        "attached": client.attached,
+        "samples": client.samples,
+        "tokens": client.tokens,
+        "logical_bytes": client.logical_bytes,
+        "encoded_bytes": client.encoded_bytes,
+        "wire_bytes": client.wire_bytes,
+        "buffer_bytes": buffer.bytes,
+        "buffer_capacity_bytes": buffer.capacity_bytes,
+        "held": statistics.held,
+        "trained": statistics.trained,
+        "rejected": statistics.rejected,
+        "step": statistics.step,
+        "loss": statistics.metrics.get("loss"),
+        "stall_seconds": {
+            "buffer_empty": round(buffer.empty_seconds, 3),
+            "link_down": round(client.link_down_seconds, 3),
+        },
+    }
+
+
+def _received_to(log: JsonLines) -> Callable[[Sample], None]:
+    def write(sample: Sample) -> None:
+        log.write(
+            {
+                "id": str(sample.id),
+                "rows": len(sample.hidden_states),
+                "tokens": len(sample.input_ids),
+                "digest": sample.digest(),
+            }
+        )
+
+    return write
+
+
+def _steps_to(log: JsonLines) -> Callable[[int, list[SampleId], dict[str, float]], None]:
+    def write(step: int, ids: list[SampleId], metrics: dict[str, float]) -> None:
+        log.write({"step": step, "ids": [str(id) for id in ids], "loss": metrics.get("loss")})
+
+    return write
+
+
+def _interrupt() -> None:
+    raise Interrupted

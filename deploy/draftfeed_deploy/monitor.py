@@ -1,0 +1,67 @@
+"""Watching a running service: its statistics as lines in a file and as a live view."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_SECONDS = 0.5
+Snapshot = dict[str, Any]
+
+
+class View(Protocol):
+    def show(self, snapshot: Snapshot) -> None: ...
+
+
+class JsonLines:
+    """An append-only file of JSON objects, one a line, each flushed when written."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, value: Any) -> None:
+        self._file.write(msgspec.json.encode(value) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Monitor:
+    """Takes a snapshot twice a second while it is entered, and a last one when it is left."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot], log: JsonLines | None, view: View) -> None:
+        self._snapshot, self._log, self._view = snapshot, log, view
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def __enter__(self) -> "Monitor":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+        self._take()
+
+    def _run(self) -> None:
+        while not self._over.wait(INTERVAL_SECONDS):
+            self._take()
+
+    def _take(self) -> None:
+        snapshot = {"time_seconds": round(time.monotonic(), 3), **self._snapshot()}
+        if self._log is not None:
+            self._log.write(snapshot)
+        self._view.show(snapshot)

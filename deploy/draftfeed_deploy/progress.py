@@ -1,0 +1,163 @@
+"""Live views of a service: a panel on a terminal, a line every ten seconds elsewhere."""
+
+import logging
+import time
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+logger = logging.getLogger(__name__)
+
+LINE_SECONDS = 10.0
+RATE_SECONDS = 10.0
+Snapshot = dict[str, Any]
+
+
+class Rates:
+    """Rates over the last ten seconds of cumulative counters."""
+
+    def __init__(self) -> None:
+        self._past: list[Snapshot] = []
+
+    def add(self, snapshot: Snapshot) -> None:
+        self._past.append(snapshot)
+        oldest = snapshot["time_seconds"] - RATE_SECONDS
+        while len(self._past) > 2 and self._past[1]["time_seconds"] <= oldest:
+            self._past.pop(0)
+
+    def __call__(self, counter: str) -> float:
+        first, last = self._past[0], self._past[-1]
+        seconds = last["time_seconds"] - first["time_seconds"]
+        return (last[counter] - first[counter]) / seconds if seconds > 0 else 0.0
+
+
+class Lines:
+    """For a journal or a pipe."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._rates = name, Rates()
+        self._due = time.monotonic() + LINE_SECONDS
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._rates.add(snapshot)
+        if time.monotonic() >= self._due:
+            self._due += LINE_SECONDS
+            words = [f"{label} {text}" for label, text, _ in rows(snapshot, self._rates)]
+            logger.info("%s: %s", self._name, "; ".join(words))
+
+
+class Panels:
+    """One panel for each service on a terminal. Enter it before the first `show`."""
+
+    def __init__(self, console: Console, names: list[str]) -> None:
+        self._rates = {name: Rates() for name in names}
+        self._panels: dict[str, RenderableType] = {
+            name: Panel("starting", title=name) for name in names
+        }
+        self._live = Live(self._grid(), console=console, refresh_per_second=4, transient=True)
+
+    def __enter__(self) -> "Panels":
+        self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._live.stop()
+
+    def view(self, name: str) -> "PanelView":
+        return PanelView(self, name)
+
+    def show(self, name: str, snapshot: Snapshot) -> None:
+        rates = self._rates[name]
+        rates.add(snapshot)
+        self._panels[name] = Panel(_table(snapshot, rates), title=name, width=72)
+        self._live.update(self._grid())
+
+    def _grid(self) -> Table:
+        grid = Table.grid()
+        for panel in self._panels.values():
+            grid.add_row(panel)
+        return grid
+
+
+class PanelView:
+    def __init__(self, panels: Panels, name: str) -> None:
+        self._panels, self._name = panels, name
+
+    def show(self, snapshot: Snapshot) -> None:
+        self._panels.show(self._name, snapshot)
+
+
+def rows(snapshot: Snapshot, rates: Rates) -> list[tuple[str, str, tuple[int, int] | None]]:
+    """(label, text, (part, whole) of a bar) for each line of a service's view."""
+    return (
+        _producer_rows(snapshot, rates)
+        if "spool_bytes" in snapshot
+        else _consumer_rows(snapshot, rates)
+    )
+
+
+def _producer_rows(
+    snapshot: Snapshot, rates: Rates
+) -> list[tuple[str, str, tuple[int, int] | None]]:
+    done = snapshot["samples"], snapshot["prompts"]
+    spool = snapshot["spool_bytes"], snapshot["spool_quota_bytes"]
+    return [
+        ("phase", snapshot["phase"], None),
+        ("samples", f"{done[0]} of {done[1]}", done),
+        ("capture", f"{rates('tokens'):.1f} tokens/s", None),
+        ("stream", _stream(snapshot, rates), None),
+        ("spool", f"{_bytes(spool[0])} of {_bytes(spool[1])}", spool),
+        ("committed", f"{snapshot['committed']} ({snapshot['leased']} leased)", None),
+        ("stalls", _stalls(snapshot), None),
+    ]
+
+
+def _consumer_rows(
+    snapshot: Snapshot, rates: Rates
+) -> list[tuple[str, str, tuple[int, int] | None]]:
+    buffer = snapshot["buffer_bytes"], snapshot["buffer_capacity_bytes"]
+    loss = snapshot["loss"]
+    return [
+        ("link", "attached" if snapshot["attached"] else "waiting for the producer", None),
+        ("received", f"{snapshot['samples']} samples, {rates('tokens'):.1f} tokens/s", None),
+        ("stream", _stream(snapshot, rates), None),
+        ("buffer", f"{_bytes(buffer[0])} of {_bytes(buffer[1])}", buffer),
+        ("trained", f"{snapshot['trained']} ({snapshot['held']} held)", None),
+        (
+            "step",
+            f"{snapshot['step']}" + ("" if loss is None else f", loss {loss:.3f}"),
+            None,
+        ),
+        ("stalls", _stalls(snapshot), None),
+    ]
+
+
+def _stream(snapshot: Snapshot, rates: Rates) -> str:
+    ratio = snapshot["logical_bytes"] / max(1, snapshot["encoded_bytes"])
+    logical, wire = rates("logical_bytes") / 1e6, rates("wire_bytes") / 1e6
+    return f"{logical:.2f} MB/s logical, {wire:.2f} MB/s wire, ratio {ratio:.2f}"
+
+
+def _stalls(snapshot: Snapshot) -> str:
+    seconds = snapshot["stall_seconds"].items()
+    return ", ".join(f"{cause.replace('_', ' ')} {value:.0f} s" for cause, value in seconds)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def _table(snapshot: Snapshot, rates: Rates) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for label, text, bar in rows(snapshot, rates):
+        drawn = ProgressBar(total=max(1, bar[1]), completed=bar[0], width=16) if bar else ""
+        table.add_row(label, text, drawn)
+    return table

@@ -1,0 +1,99 @@
+"""Small real things for the system tests: a producer without a model, on a port of its own."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from draftfeed_consumer.buffer import BufferConfig
+from draftfeed_consumer.client import ClientConfig
+from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
+from draftfeed_producer.delivery import Delivery
+from draftfeed_producer.server import Listener, Server, ServerConfig
+from draftfeed_producer.spool import Spool, SpoolConfig
+from draftfeed_proto.descriptor import Descriptor, Expectation
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.sample import LayerCounters, Sample
+
+DATASET = "0123456789abcdef"
+LAYERS, HIDDEN = 3, 64
+DESCRIPTOR = Descriptor(
+    model="tiny",
+    revision="r1",
+    tokenizer_hash="t",
+    chat_template_hash="c",
+    layer_ids=(1, 4, 7),
+    num_layers=10,
+    hidden_size=HIDDEN,
+    vocab_size=512,
+)
+
+
+def sample(ordinal: int, rows: int = 40) -> Sample:
+    """Content follows from the ordinal."""
+    rng = np.random.default_rng(ordinal)
+    states = rng.standard_normal((rows, LAYERS, HIDDEN)).astype(np.float32)
+    bf16 = (states.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    return Sample(
+        id=SampleId(DATASET, 0, ordinal // 16, ordinal),
+        key=f"key-{ordinal}",
+        input_ids=rng.integers(0, 512, rows + 1, np.int32),
+        loss_mask=(np.arange(rows + 1) >= rows // 4).astype(np.uint8),
+        hidden_states=bf16.astype(np.float16),
+        counters=(LayerCounters(0, 0, 0, 0),) * LAYERS,
+        finish_reason="stop",
+        sampling={"temperature": 0.0},
+    )
+
+
+class Producer:
+    """Spool, delivery and server; the test plays the engine."""
+
+    def __init__(self, directory: Path, bind: str = "tcp://127.0.0.1:*", **spool: object) -> None:
+        self._config = SpoolConfig(dir=directory, audit=True, **spool)  # type: ignore[arg-type]
+        self._start(bind)
+
+    def _start(self, bind: str) -> None:
+        self.spool = Spool(self._config, DESCRIPTOR, DATASET)
+        listener = Listener(ServerConfig(bind=bind))
+        self.address = listener.address
+        self.server = Server(listener, self.spool, Delivery.of(self.spool, DESCRIPTOR))
+        self.server.start()
+
+    def generate(self, ordinals: Iterable[int], rows: int = 40) -> None:
+        for ordinal in ordinals:
+            self.server.stored(self.spool.append(sample(ordinal, rows)).header)
+
+    def restart(self) -> None:
+        self.close("restart")
+        self._start(self.address)
+
+    def close(self, reason: str = "test over") -> None:
+        self.server.close(reason)
+        self.spool.close()
+
+
+@contextmanager
+def producing(directory: Path, **options: object) -> Iterator[Producer]:
+    producer = Producer(directory, **options)  # type: ignore[arg-type]
+    try:
+        yield producer
+    finally:
+        producer.close()
+
+
+@contextmanager
+def consuming(
+    address: str,
+    *,
+    expect: Expectation = Expectation(),  # noqa: B008 - frozen
+    buffer: BufferConfig = BufferConfig(window_samples=4, stall_seconds=0.2),  # noqa: B008
+    lost_after_seconds: float = 20.0,
+) -> Iterator[HiddenStateStream]:
+    client = ClientConfig(address=address, lost_after_seconds=lost_after_seconds)
+    stream = HiddenStateStream(StreamConfig(producer=client, expect=expect, buffer=buffer))
+    try:
+        yield stream
+    finally:
+        stream.close()

@@ -1,0 +1,258 @@
+"""A spool, a server, a client and a buffer over real loopback sockets."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import DESCRIPTOR, consuming, producing, sample
+
+from draftfeed_consumer.buffer import BufferConfig
+from draftfeed_consumer.errors import (
+    BufferTooSmall,
+    ConsumerError,
+    ProducerClosing,
+    StreamLost,
+    StreamRefused,
+)
+from draftfeed_consumer.stream import HiddenStateStream
+from draftfeed_proto.descriptor import Expectation
+from draftfeed_proto.ids import IdSet
+
+
+def train(stream: HiddenStateStream, limit: int | None = None) -> list[int]:
+    """Train on what comes, one sample a step; the ordinals in order."""
+    seen: list[int] = []
+    for item in stream:
+        seen.append(item["id"].ordinal)
+        stream.trained([item["id"]], step=len(seen))
+        if len(seen) == limit:
+            break
+    return seen
+
+
+def test_every_sample_arrives_once_with_its_own_tensors(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer, consuming(producer.address) as stream:
+        producer.generate(range(40))
+        producer.server.finish()
+        seen: list[int] = []
+        for item in stream:
+            made = sample(item["id"].ordinal)
+            assert np.array_equal(item["input_ids"], made.input_ids)
+            assert np.array_equal(item["loss_mask"], made.loss_mask)
+            assert np.array_equal(
+                item["hidden_states"].numpy().view(np.uint16), made.hidden_states.view(np.uint16)
+            )
+            assert item["key"] == made.key
+            seen.append(item["id"].ordinal)
+            stream.trained([item["id"]], step=len(seen))
+    assert sorted(seen) == list(range(40))
+    assert seen != sorted(seen)  # shuffled inside the window
+
+
+def test_last_sampled_token_is_a_label_without_a_row(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer, consuming(producer.address) as stream:
+        producer.generate([0], rows=17)
+        producer.server.finish()
+        item = next(iter(stream))
+    assert len(item["input_ids"]) == len(item["loss_mask"]) == 18
+    assert len(item["hidden_states"]) == 17
+
+
+def test_producer_exits_when_the_final_checkpoint_is_committed(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer, consuming(producer.address) as stream:
+        producer.generate(range(5))
+        producer.server.finish()
+        train(stream)
+        assert not producer.server.all_terminal.is_set()
+        stream.committed(stream.state_dict())
+        assert stream.wait_committed(10)
+        assert producer.server.all_terminal.wait(10)
+
+
+def test_trained_but_uncommitted_samples_are_delivered_again_after_a_crash(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(12))
+        producer.server.finish()
+        with consuming(producer.address) as first:
+            before = train(first, limit=4)
+            checkpoint = first.state_dict()
+            first.committed(checkpoint)
+            assert first.wait_committed(10)
+            train(first, limit=3)  # lost with the crash: no checkpoint holds them
+        with consuming(producer.address) as second:
+            second.load_state_dict(checkpoint)
+            after = train(second)
+    assert sorted(before + after) == list(range(12))
+
+
+def test_checkpoint_the_producer_never_heard_of_counts(tmp_path: Path) -> None:
+    """The trainer died between writing its checkpoint and reporting it."""
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(6))
+        producer.server.finish()
+        with consuming(producer.address) as first:
+            before = train(first, limit=4)
+            checkpoint = first.state_dict()
+        with consuming(producer.address) as second:
+            second.load_state_dict(checkpoint)
+            assert sorted(before + train(second)) == list(range(6))
+
+
+def test_resuming_without_the_committed_checkpoint_is_refused(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(6))
+        with consuming(producer.address) as first:
+            train(first, limit=2)
+            first.committed(first.state_dict())
+            assert first.wait_committed(10)
+        with consuming(producer.address) as second, pytest.raises(StreamRefused, match="2 samples"):
+            train(second)
+
+
+def test_restarted_producer_goes_on_where_it_was(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(8))
+        address = producer.address
+        with consuming(address) as stream:
+            iterator = iter(stream)
+            item = next(iterator)
+            stream.trained([item["id"]], step=1)
+            stream.committed(stream.state_dict())
+            assert stream.wait_committed(10)
+    with producing(tmp_path / "spool") as producer:
+        assert producer.spool.committed == IdSet([item["id"]])
+        assert producer.spool.finished(sample(7).id)
+        assert not producer.spool.finished(sample(8).id)
+        assert len(list(producer.spool.deliverable())) == 7
+
+
+def test_consumer_survives_a_restart_of_the_producer(tmp_path: Path) -> None:
+    seen: list[int] = []
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(4))
+        with consuming(producer.address) as stream:
+            iterator = iter(stream)
+            for _ in range(2):
+                item = next(iterator)
+                seen.append(item["id"].ordinal)
+                stream.trained([item["id"]], step=len(seen))
+            producer.restart()
+            producer.generate(range(4, 8))
+            producer.server.finish()
+            for item in iterator:
+                seen.append(item["id"].ordinal)
+                stream.trained([item["id"]], step=len(seen))
+    assert sorted(seen) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("expect", "both"),
+    [
+        (Expectation(layer_ids=(2, 5, 8)), ("(2, 5, 8)", "(1, 4, 7)")),
+        (Expectation(model="other"), ("'other'", "'tiny'")),
+        (Expectation(hidden_size=5120), ("5120", "64")),
+    ],
+)
+def test_other_layers_model_or_size_are_refused_with_both_values(
+    tmp_path: Path, expect: Expectation, both: tuple[str, str]
+) -> None:
+    with (
+        producing(tmp_path / "spool") as producer,
+        consuming(producer.address, expect=expect) as stream,
+        pytest.raises(StreamRefused) as refused,
+    ):
+        _ = stream.descriptor
+    assert all(value in str(refused.value) for value in both)
+
+
+def test_consumer_started_first_waits_and_attaches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with producing(tmp_path / "spool") as producer:
+        address = producer.address
+        producer.generate(range(3))
+    with consuming(address) as stream:
+        while not caplog.text.count("waiting for the producer"):
+            assert not stream.statistics().client.attached
+        with producing(tmp_path / "spool", bind=address) as producer:
+            producer.server.finish()
+            assert sorted(train(stream)) == [0, 1, 2]
+
+
+def test_second_consumer_is_refused_until_the_first_leaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(3))
+        producer.server.finish()
+        with consuming(producer.address) as first:
+            assert first.descriptor == DESCRIPTOR
+            with consuming(producer.address) as second:
+                while "is attached" not in caplog.text:
+                    assert not second.statistics().client.attached
+                first.close()
+                assert sorted(train(second)) == [0, 1, 2]
+
+
+def test_rejected_sample_ends_there_and_is_reported(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer, consuming(producer.address) as stream:
+        producer.generate(range(4))
+        producer.server.finish()
+        for step, item in enumerate(stream):
+            if item["id"].ordinal == 2:
+                stream.reject(item["id"], "non-finite rows")
+            else:
+                stream.trained([item["id"]], step=step)
+        stream.committed(stream.state_dict())
+        assert producer.server.all_terminal.wait(10)
+        (tombstone,) = producer.spool.tombstones.values()
+        assert (tombstone.id.ordinal, tombstone.reason) == (2, "non-finite rows")
+
+
+def test_orderly_shutdown_and_lost_link_are_told_apart(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer:
+        producer.generate([0])
+        with consuming(producer.address, lost_after_seconds=0.3) as stream:
+            iterator = iter(stream)
+            next(iterator)
+            producer.server.close("maintenance")
+            with pytest.raises(ProducerClosing, match="maintenance"):
+                next(iterator)
+    assert issubclass(StreamLost, ConsumerError)
+
+
+def test_sample_larger_than_the_buffer_names_the_size_needed(tmp_path: Path) -> None:
+    buffer = BufferConfig(capacity_bytes=4096)
+    with (
+        producing(tmp_path / "spool") as producer,
+        consuming(producer.address, buffer=buffer) as stream,
+    ):
+        producer.generate([0])
+        with pytest.raises(BufferTooSmall, match=r"15565"):
+            train(stream)
+
+
+def test_trainer_that_hoards_samples_is_told_instead_of_deadlocking(tmp_path: Path) -> None:
+    buffer = BufferConfig(capacity_bytes=40_000, window_samples=1)
+    with (
+        producing(tmp_path / "spool") as producer,
+        consuming(producer.address, buffer=buffer) as stream,
+    ):
+        producer.generate(range(5))
+        with pytest.raises(BufferTooSmall, match="holds 31130 bytes in 2 samples"):
+            list(stream)
+
+
+def test_buffer_never_exceeds_its_bytes(tmp_path: Path) -> None:
+    buffer = BufferConfig(capacity_bytes=100_000, window_samples=64, stall_seconds=0.1)
+    with (
+        producing(tmp_path / "spool") as producer,
+        consuming(producer.address, buffer=buffer) as stream,
+    ):
+        producer.generate(range(60))
+        producer.server.finish()
+        for step, item in enumerate(stream):
+            assert stream.statistics().buffer.bytes <= 100_000
+            stream.trained([item["id"]], step=step)
+    assert step == 59
+
