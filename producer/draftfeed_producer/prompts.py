@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from draftfeed_proto.ids import SampleId
 
 from draftfeed_producer.errors import PromptError
+from draftfeed_proto.ids import SampleId
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.epoch < 0:
             raise ValueError(f"epoch is {self.epoch}, it must not be negative")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"max_prompt_tokens is {self.max_prompt_tokens}, it must be at least 1")
+            raise ValueError(f"max_prompt_tokens is {self.max_prompt_tokens}, it must be >= 1")
 
 
 class Prompt(msgspec.Struct, frozen=True, eq=False):
@@ -91,8 +91,10 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError('"tools" need "messages"')
         if self.id == "":
             raise ValueError('"id" is empty')
-        if self.messages is not None and (not self.messages or self.messages[-1].role == "assistant"):
-            raise ValueError("the last message must not be the assistant's: the target writes that")
+        if self.messages == []:
+            raise ValueError('"messages" is empty')
+        if self.messages is not None and self.messages[-1].role == "assistant":
+            raise ValueError("the last message is the assistant's: cut it, the target answers")
 
 
 _decoder = msgspec.json.Decoder(_Line)
@@ -205,9 +207,10 @@ class PromptFile:
         # that are long can be too long; the first lines show whether the template fits at all.
         if ordinal < _TRIED_AT_START or 2 * len(raw) > self._max_prompt_tokens:
             self._tokenise(line, ordinal)
-        first = seen.setdefault(_key(line, ordinal), ordinal)
+        key = _key(line, ordinal)
+        first = seen.setdefault(key, ordinal)
         if first != ordinal:
-            raise self._error(ordinal, f'"id" {_key(line, ordinal)!r} is also that of line {first + 1}')
+            raise self._error(ordinal, f'"id" {key!r} is also that of line {first + 1}')
 
     def _parse(self, raw: bytes, ordinal: int) -> _Line:
         if not raw.strip():
@@ -232,7 +235,8 @@ class PromptFile:
         return np.asarray(ids, np.int32)
 
     def _render(self, line: _Line, ordinal: int) -> str:
-        options = {} if self._config.thinking is None else {"enable_thinking": self._config.thinking}
+        thinking = self._config.thinking
+        options = {} if thinking is None else {"enable_thinking": thinking}
         try:
             text = self._tokenizer.apply_chat_template(
                 msgspec.to_builtins(line.messages),

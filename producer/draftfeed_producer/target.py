@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from draftfeed_proto.descriptor import Descriptor, dflash_layer_ids
 
 from draftfeed_producer.errors import LayerIdError, MissingPackageError, ModelError
+from draftfeed_proto.descriptor import Descriptor, dflash_layer_ids
 
 log = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+_NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 _VOLATILE = {"transformers_version", "_name_or_path"}
 """Keys of config.json that differ between two copies of one model."""
 _BLOCKS = 16
@@ -181,14 +182,20 @@ def _load_parts(path: Path) -> tuple[Any, Any]:
         raise MissingPackageError("transformers", "transformers") from None
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-        config.get_text_config(decoder=True).num_hidden_layers  # noqa: B018
+        text_config = config.get_text_config(decoder=True)
     # transformers raises almost anything on a broken file; the user needs the one line of it.
     except Exception as error:  # noqa: BLE001
         raise ModelError(path, f"its config cannot be used: {_one_line(error)}") from None
+    for field in _NEEDED:
+        if getattr(text_config, field, None) is None:
+            raise ModelError(path, f"is not a language model: its config has no {field}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # noqa: BLE001
         raise ModelError(path, f"its tokenizer cannot be loaded: {_one_line(error)}") from None
+    # Without tokenizer files, transformers makes an empty tokenizer up for models it knows.
+    if not tokenizer("a")["input_ids"]:
+        raise ModelError(path, "has no tokenizer (tokenizer.json)")
     return config, tokenizer
 
 

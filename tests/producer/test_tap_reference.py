@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+
 from draftfeed_producer.tap.reference import gather_packed, to_wire
 
 ALL_BF16 = np.arange(65536, dtype=np.uint32).astype(np.uint16)

@@ -74,7 +74,7 @@ def gather_packed(
     assert rows_SLH.is_contiguous()
     assert counters_SL4.is_contiguous()
     # Pieces bound the temporaries, which are several times the size of their input.
-    for tokens in (row_map >= 0).nonzero().flatten().split(_ROWS_AT_ONCE):
+    for tokens in torch.split((row_map >= 0).nonzero().flatten(), _ROWS_AT_ONCE):
         wire, counters = to_wire(packed_TLH[tokens].view(-1, layers, hidden))
         slot = row_map[tokens].long()
         rows_SLH.index_copy_(0, slot, wire)

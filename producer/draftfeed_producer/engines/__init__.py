@@ -1,0 +1,61 @@
+"""Engines: prompts in, samples with the target's hidden states out."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from draftfeed_producer.engines.config import SamplingConfig, TransformersConfig
+from draftfeed_producer.engines.synthetic import SyntheticConfig, SyntheticEngine
+from draftfeed_producer.errors import MissingPackageError
+from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.target import TargetConfig, load_target
+from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.sample import Sample
+
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "SamplingConfig",
+    "SyntheticConfig",
+    "TransformersConfig",
+    "make_engine",
+]
+
+EngineConfig = TransformersConfig | SyntheticConfig
+"""Told apart by `name`."""
+
+
+class Engine(Protocol):
+    """One thread runs it; only `stop()` may be called from others."""
+
+    descriptor: Descriptor
+
+    def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
+        """Pulls a prompt whenever there is room for one, yields samples as they are finished.
+
+        `prompts` may block: that is back-pressure. Every prompt pulled is yielded exactly once,
+        in any order; after `stop()` the unfinished ones are dropped. Raises CaptureError.
+        """
+        ...
+
+    def stop(self) -> None:
+        """`run()` ends within one forward pass. Whoever blocks in `prompts` must let go too."""
+        ...
+
+    def close(self) -> None:
+        """Frees the model. `run()` must have ended."""
+        ...
+
+
+def make_engine(config: EngineConfig, target: TargetConfig | None = None) -> Engine:
+    """Loads what the engine needs; the synthetic one has no target.
+
+    Raises ModelError, LayerIdError, MissingPackageError.
+    """
+    if isinstance(config, SyntheticConfig):
+        return SyntheticEngine(config)
+    assert target is not None, "this engine runs a target model"
+    try:
+        from draftfeed_producer.engines.transformers import TransformersEngine
+    except ImportError:
+        raise MissingPackageError("torch or transformers", "transformers") from None
+    return TransformersEngine(config, load_target(target), target.layer_ids)

@@ -1,0 +1,233 @@
+"""The transformers engine: generates in batches, and captures while generating."""
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+)
+from transformers.utils import logging as transformers_logging
+
+from draftfeed_producer.engines.capture import BlockTap
+from draftfeed_producer.engines.config import TransformersConfig
+from draftfeed_producer.engines.sampling import SeededSampler
+from draftfeed_producer.errors import CaptureError, ModelError
+from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.target import Target
+from draftfeed_proto.sample import Sample
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Response:
+    tokens: np.ndarray
+    finish_reason: str | None
+    """None: stopped before it was finished."""
+
+
+class TransformersEngine:
+    """Left-padded batches through `generate`, forward hooks on the tapped blocks.
+
+    A batch is as long as its longest response. It is started with what `prompts` gives, up to
+    `batch_size`; samples are yielded when the batch ends.
+    """
+
+    def __init__(
+        self, config: TransformersConfig, target: Target, layer_ids: Sequence[int] | None = None
+    ) -> None:
+        """Loads the weights. Raises LayerIdError, ModelError."""
+        self.descriptor = target.descriptor(layer_ids)
+        self.recaptured = 0
+        """Samples made again because a row was missing. Anything but 0 deserves a look."""
+        self._config = config
+        self._model = _load_model(config, target.path)
+        blocks = decoder_blocks(self._model, target)
+        tapped = [blocks[k] for k in self.descriptor.layer_ids]
+        self._tap = BlockTap(tapped, self.descriptor.hidden_size)
+        self._end_tokens = _end_tokens(self._model, target, config)
+        self._model.generation_config = _generation_config(config, target, self._end_tokens)
+        self._stopped = threading.Event()
+
+    def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
+        """See `Engine.run`. Raises CaptureError."""
+        if self._config.threads:
+            torch.set_num_threads(self._config.threads)
+        size = self._config.batch_size
+        open_prompts = itertools.takewhile(lambda _: not self._stopped.is_set(), prompts)
+        while batch := list(itertools.islice(open_prompts, size)):
+            incomplete = []
+            for sample, prompt in zip(self._generate(batch), batch, strict=True):
+                if isinstance(sample, Sample):
+                    yield sample
+                elif sample is not None:
+                    incomplete.append(prompt)
+            yield from self._again(incomplete)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        self.stop()
+        del self._model, self._tap
+
+    def _again(self, incomplete: list[Prompt]) -> Iterator[Sample]:
+        for prompt in incomplete:
+            log.warning("sample %s has missing rows: making it again, alone", prompt.id)
+            self.recaptured += 1
+            (sample,) = self._generate([prompt])
+            if isinstance(sample, CaptureError):
+                raise sample
+            if sample is not None:
+                yield sample
+
+    def _generate(self, batch: list[Prompt]) -> Iterator[Sample | CaptureError | None]:
+        """One for each prompt: its sample, what is missing of it, or None when stopped."""
+        lengths = [len(prompt.input_ids) for prompt in batch]
+        input_ids, attention_mask = _left_padded(batch, self._pad_token)
+        self._tap.begin(lengths, self._config.sampling.max_new_tokens)
+        with torch.inference_mode(), self._tap.attached():
+            sequences = self._model.generate(
+                input_ids.to(self._model.device),
+                attention_mask=attention_mask.to(self._model.device),
+                logits_processor=self._processors(batch),
+                stopping_criteria=StoppingCriteriaList([self._watch()]),
+            )
+        responses = sequences[:, max(lengths) :].cpu().numpy()
+        for sequence, prompt in enumerate(batch):
+            yield self._finish(sequence, prompt, self._response(responses[sequence]))
+
+    @property
+    def _pad_token(self) -> int:
+        return int(self._model.generation_config.pad_token_id)
+
+    def _processors(self, batch: list[Prompt]) -> LogitsProcessorList:
+        sampling = self._config.sampling
+        greedy = sampling.temperature == 0
+        return LogitsProcessorList(
+            [] if greedy else [SeededSampler(sampling, [prompt.id for prompt in batch])]
+        )
+
+    def _watch(self) -> "_Watch":
+        return _Watch(self._end_tokens, self._tap.finished, self._stopped)
+
+    def _response(self, generated: np.ndarray) -> _Response:
+        ends = np.isin(generated, self._end_tokens.numpy())
+        if ends.any():
+            return _Response(generated[: int(ends.argmax()) + 1], "stop")
+        full = len(generated) == self._config.sampling.max_new_tokens
+        return _Response(generated, "length" if full else None)
+
+    def _finish(
+        self, sequence: int, prompt: Prompt, response: _Response
+    ) -> Sample | CaptureError | None:
+        if response.finish_reason is None:
+            return None
+        input_ids = np.concatenate([prompt.input_ids, response.tokens]).astype(np.int32)
+        n = len(input_ids) - 1  # the last token was sampled and never fed
+        if missing := self._tap.missing(sequence, n):
+            return CaptureError(str(prompt.id), missing, n)
+        loss_mask = np.zeros(n + 1, np.uint8)
+        loss_mask[len(prompt.input_ids) :] = 1
+        return Sample(
+            id=prompt.id,
+            key=prompt.key,
+            input_ids=input_ids,
+            loss_mask=loss_mask,
+            hidden_states=self._tap.rows(sequence, n),
+            counters=self._tap.counters(sequence, n),
+            finish_reason=response.finish_reason,
+            sampling=self._config.sampling.record(),
+        )
+
+
+class _Watch:
+    """Stopping criterion. Tells the tap which sequences have ended, and ends all of them on `stop()`."""
+
+    def __init__(self, end_tokens: Tensor, finished: Tensor, stopped: threading.Event) -> None:
+        self._end_tokens, self._finished, self._stopped = end_tokens, finished, stopped
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self._finished |= torch.isin(input_ids[:, -1].cpu(), self._end_tokens)
+        done = self._finished
+        if self._stopped.is_set():
+            done = torch.ones_like(done)
+        return done.to(input_ids.device)
+
+
+def decoder_blocks(model: Any, target: Target) -> nn.ModuleList:
+    """The list whose entry k puts out layer id k. Raises ModelError when there is none."""
+    blocks = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) != target.num_layers:
+        name = type(model).__name__
+        raise ModelError(target.path, f"{name} has no list of {target.num_layers} decoder blocks")
+    return blocks
+
+
+def resolve_dtype(name: str, device: str) -> torch.dtype:
+    """ "auto": bfloat16 where the device computes in it."""
+    if name == "auto":
+        features = torch.cpu.get_capabilities() if device == "cpu" else {"bf16": True}
+        native = any("bf16" in feature and has for feature, has in features.items())
+        name = "bfloat16" if native else "float32"
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def _load_model(config: TransformersConfig, path: Path) -> Any:
+    transformers_logging.disable_progress_bar()
+    dtype = resolve_dtype(config.dtype, config.device)
+    log.info("loading %s, %s on %s", path, dtype, config.device)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        model = load(path, dtype=dtype, local_files_only=True).to(config.device)
+    # transformers raises almost anything on broken weights; the user needs the one line of it.
+    except Exception as error:  # noqa: BLE001
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(path, f"its weights cannot be loaded: {lines[0]}") from None
+    return model.eval().requires_grad_(False)
+
+
+def _end_tokens(model: Any, target: Target, config: TransformersConfig) -> Tensor:
+    """int64, on the host: what the model, its tokenizer and the configuration stop at."""
+    own = model.generation_config.eos_token_id
+    ends = set(config.sampling.stop_token_ids)
+    ends.update([own] if isinstance(own, int) else own or ())
+    if target.tokenizer.eos_token_id is not None:
+        ends.add(target.tokenizer.eos_token_id)
+    return torch.tensor(sorted(ends), dtype=torch.int64)
+
+
+def _generation_config(
+    config: TransformersConfig, target: Target, end_tokens: Tensor
+) -> GenerationConfig:
+    """Replaces the model's own: its penalties and temperatures are not in a sample's record."""
+    pad = target.tokenizer.pad_token_id
+    return GenerationConfig(
+        max_new_tokens=config.sampling.max_new_tokens,
+        do_sample=False,
+        eos_token_id=end_tokens.tolist() or None,
+        pad_token_id=0 if pad is None else pad,
+    )
+
+
+def _left_padded(batch: list[Prompt], pad_token: int) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask, int64 [B, longest]."""
+    width = max(len(prompt.input_ids) for prompt in batch)
+    input_ids = np.full((len(batch), width), pad_token, np.int64)
+    mask = np.zeros((len(batch), width), np.int64)
+    for sequence, prompt in enumerate(batch):
+        first = width - len(prompt.input_ids)
+        input_ids[sequence, first:] = prompt.input_ids
+        mask[sequence, first:] = 1
+    return torch.from_numpy(input_ids), torch.from_numpy(mask)

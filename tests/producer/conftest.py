@@ -1,0 +1,28 @@
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from draftfeed_deploy import smollm2
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_qwen3(tmp_path_factory.mktemp("models") / "qwen3", scale=1.5)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen35(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make_qwen35(tmp_path_factory.mktemp("models") / "qwen35", scale=1.0)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen35_multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "qwen35_multimodal"
+    return tiny_models.make_qwen35_multimodal(path, scale=1.0)
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """Made once per machine, in the user's cache."""
+    return smollm2.prepare()

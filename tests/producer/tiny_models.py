@@ -1,0 +1,126 @@
+"""Tiny random targets on disk, and what a full forward pass says of them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_5 import (
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+)
+
+VOCAB = 512
+EOS = 2
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+
+
+def make_tokenizer(path: Path) -> Any:
+    """Byte-level BPE whose special tokens are 0 (padding), 1 and 2 (end of turn)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 8,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox says hello to a small tokenizer"], trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
+    return fast
+
+
+def make_qwen3(path: Path, scale: float) -> Path:
+    config = Qwen3Config(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=6, head_dim=32, **SIZES
+    )
+    return _save(Qwen3ForCausalLM, config, path, scale)
+
+
+def make_qwen35(path: Path, scale: float) -> Path:
+    """The hybrid: three Gated DeltaNet layers to one of attention."""
+    return _save(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_qwen35_text()), path, scale)
+
+
+def make_qwen35_multimodal(path: Path, scale: float) -> Path:
+    """The same inside the wrapper with a vision tower that real checkpoints have."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [],
+    }
+    config = Qwen3_5Config(
+        text_config=_qwen35_text(),
+        vision_config=vision,
+        image_token_id=500,
+        video_token_id=501,
+        vision_start_token_id=502,
+        vision_end_token_id=503,
+        tie_word_embeddings=False,
+    )
+    return _save(Qwen3_5ForConditionalGeneration, config, path, scale)
+
+
+def _qwen35_text() -> dict[str, Any]:
+    return {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 8,
+        "head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+        **SIZES,
+    }
+
+
+def _save(cls: Any, config: Any, path: Path, scale: float) -> Path:
+    """Random weights whose matrices are `scale` times transformers' own: at the usual 0.02 the
+    blocks of so small a model add next to nothing, and one layer looks like the next."""
+    make_tokenizer(path)
+    torch.manual_seed(0)
+    model = cls(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "embed" not in name:
+                weight.mul_(scale)
+    model.to(torch.bfloat16).save_pretrained(path)
+    return path
