@@ -25,7 +25,7 @@ def run_consumer(config: ConsumerConfig, run_dir: Path | None, console: Console)
     with ExitStack() as stack:
         stack.enter_context(on_signal(_interrupt))
         samples = open_log(stack, run_dir, "samples.jsonl")
-        stream = HiddenStateStream(config.stream, samples and _received_to(samples))
+        stream = HiddenStateStream(config.stream, _received_to(samples) if samples else None)
         stack.callback(stream.close)
         steps = open_log(stack, run_dir, "steps.jsonl")
         if steps is not None:

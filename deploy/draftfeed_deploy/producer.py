@@ -17,7 +17,7 @@ def run_producer(config: ProducerConfig, run_dir: Path | None, console: Console)
     """Whether every prompt became terminal before a signal. Raises ProducerError."""
     with ExitStack() as stack:
         samples = open_log(stack, run_dir, "samples.jsonl")
-        service = ProducerService(config, samples and _generated_to(samples))
+        service = ProducerService(config, _generated_to(samples) if samples else None)
         stack.enter_context(on_signal(service.stop))
         stack.enter_context(
             watched("producer", lambda: producer_snapshot(service.statistics()), run_dir, console)

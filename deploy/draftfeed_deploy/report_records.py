@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 T = TypeVar("T")
+S = TypeVar("S", "ProducerSnapshot", "ConsumerSnapshot")
 
 
 class ProducerSnapshot(msgspec.Struct, frozen=True):
@@ -120,7 +121,7 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def duration_seconds(self) -> float:
         """Time of the last snapshot that either side took."""
-        return max((s.time_seconds for s in (*self.producer, *self.consumer)), default=0.0)
+        return max(_times(self.producer, self.consumer), default=0.0)
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -134,7 +135,7 @@ def read_run(run_dir: Path) -> RunFiles:
     evaluation, evaluation_problem = _read_evaluation(run_dir / "evaluation.json")
     producer = lines("producer/stats.jsonl", ProducerSnapshot)
     consumer = lines("consumer/stats.jsonl", ConsumerSnapshot)
-    origin = min((s.time_seconds for s in (*producer, *consumer)), default=0.0)
+    origin = min(_times(producer, consumer), default=0.0)
     return RunFiles(
         producer=[_since(origin, snapshot) for snapshot in producer],
         consumer=[_since(origin, snapshot) for snapshot in consumer],
@@ -148,8 +149,11 @@ def read_run(run_dir: Path) -> RunFiles:
     )
 
 
-def _since(origin: float, snapshot: T) -> T:
-    assert isinstance(snapshot, ProducerSnapshot | ConsumerSnapshot)
+def _times(producer: list[ProducerSnapshot], consumer: list[ConsumerSnapshot]) -> list[float]:
+    return [s.time_seconds for s in producer] + [s.time_seconds for s in consumer]
+
+
+def _since(origin: float, snapshot: S) -> S:
     return msgspec.structs.replace(snapshot, time_seconds=snapshot.time_seconds - origin)
 
 

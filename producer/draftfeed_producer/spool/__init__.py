@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
+
+from draftfeed_producer.errors import SpoolBusy, SpoolError, SpoolFull, SpoolMismatch
+from draftfeed_producer.spool.control import Commit, ControlLog, Term, Tombstone
+from draftfeed_producer.spool.segments import Record, Segment, sync_directory
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId
@@ -27,12 +31,10 @@ from draftfeed_proto.sample import (
     header_of,
 )
 
-from draftfeed_producer.errors import SpoolBusy, SpoolFull, SpoolMismatch
-from draftfeed_producer.spool.control import Commit, ControlLog, Term, Tombstone
-from draftfeed_producer.spool.segments import Record, Segment, sync_directory
-
 logger = logging.getLogger(__name__)
 
+FORMAT = 1
+"""Of the directory as a whole; entries carry a version of their own."""
 FSYNC_INTERVAL_SECONDS = 1.0
 
 
@@ -79,20 +81,23 @@ class Spool:
     """Appended to by one thread, read and committed to by another."""
 
     def __init__(self, config: SpoolConfig, descriptor: Descriptor, dataset: str) -> None:
-        """Raises SpoolBusy when another producer owns it and SpoolMismatch when it was made
-        for another stream or prompt file."""
+        """Raises SpoolBusy when another producer owns it, SpoolMismatch when it was made for
+        another stream or prompt file, SpoolError when the directory cannot be used."""
         self._config = config
         self._descriptor = descriptor
         self._codec = codecs.by_name(config.codec)
-        config.dir.mkdir(parents=True, exist_ok=True)
         self._lock_file = _lock(config.dir)
-        _check_owner(config.dir, Owner(1, descriptor, dataset))
-        self._space = threading.Condition()
-        self._records: dict[SampleId, Record] = {}
-        self._control = ControlLog(config.dir / "control.log", config.keep_checkpoints)
+        try:
+            _check_owner(config.dir, Owner(FORMAT, descriptor, dataset))
+            self._control = ControlLog(config.dir / "control.log", config.keep_checkpoints)
+            self._segments: dict[int, Segment] = {}
+            self._records: dict[SampleId, Record] = {}
+            self._load_segments()
+        except BaseException:
+            os.close(self._lock_file)
+            raise
         self._committed = self._control.committed
-        self._segments: dict[int, Segment] = {}
-        self._load_segments()
+        self._space = threading.Condition()
         self._synced_at = time.monotonic()
         self._logical_bytes = 0
         self._encoded_bytes = 0
@@ -252,7 +257,11 @@ class Spool:
 
 
 def _lock(directory: Path) -> int:
-    fd = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        fd = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise SpoolError(f"{directory}: cannot be used as a spool: {error.strerror}") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -264,15 +273,27 @@ def _lock(directory: Path) -> int:
 def _check_owner(directory: Path, owner: Owner) -> None:
     path = directory / "spool.json"
     if not path.exists():
-        part = path.with_suffix(".part")
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(owner)))
-        part.replace(path)
-        sync_directory(directory)
+        _write_owner(path, owner)
         return
-    found = msgspec.json.decode(path.read_bytes(), type=Owner)
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Owner)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SpoolError(f"{path}: cannot be read ({error}); choose another [spool] dir") from None
+    if found.format != owner.format:
+        raise SpoolMismatch(directory, "format", found.format, owner.format)
     if found.dataset != owner.dataset:
         raise SpoolMismatch(directory, "prompt file", found.dataset, owner.dataset)
     for field in Descriptor.__struct_fields__:
         there, here = getattr(found.descriptor, field), getattr(owner.descriptor, field)
         if there != here:
             raise SpoolMismatch(directory, field, there, here)
+
+
+def _write_owner(path: Path, owner: Owner) -> None:
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(owner)))
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    sync_directory(path.parent)

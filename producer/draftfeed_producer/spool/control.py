@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import msgspec
-from draftfeed_proto.ids import IdSet, SampleId, WireRanges
 
 from draftfeed_producer.spool import entries
+from draftfeed_proto.ids import IdSet, SampleId, WireRanges
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
+
+from draftfeed_producer.spool import entries
+from draftfeed_producer.spool.entries import Entry, Kind
 from draftfeed_proto import chunk
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import SampleHeader
-
-from draftfeed_producer.spool import entries
-from draftfeed_producer.spool.entries import Entry, Kind
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,43 @@
+"""Actions for a process of its own, which a test may have killed or starved of disk."""
+
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from draftfeed_producer.errors import SpoolFull
+from draftfeed_producer.spool import Spool, SpoolConfig
+from samples import DATASET, DESCRIPTOR, sample
+
+
+def store_and_die(directory: str, fsync: Any) -> None:
+    spool = Spool(SpoolConfig(dir=Path(directory), fsync=fsync), DESCRIPTOR, DATASET)
+    for ordinal in range(7):
+        spool.append(sample(ordinal))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_the_disk(directory: str) -> None:
+    """One sample fits, the next meets the limit halfway, then there is room again."""
+    spool = Spool(SpoolConfig(dir=Path(directory)), DESCRIPTOR, DATASET)
+    spool.append(sample(0))
+    _limit_files(spool.statistics().bytes + 9000)
+    try:
+        spool.append(sample(1))
+    except SpoolFull as error:
+        sys.stdout.write(str(error.cause.errno))
+    _limit_files(resource.RLIM_INFINITY)
+    spool.append(sample(1))
+    spool.append(sample(2))
+    spool.close()
+
+
+def _limit_files(size_bytes: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    {"store_and_die": store_and_die, "fill_the_disk": fill_the_disk}[sys.argv[1]](*sys.argv[2:])
