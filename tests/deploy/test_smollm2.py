@@ -9,7 +9,8 @@ from safetensors import safe_open
 from draftfeed_deploy import smollm2
 from draftfeed_producer.target import TargetConfig, load_target
 
-pytestmark = pytest.mark.xdist_group("smollm2")
+# The first test on a machine makes the directory, which takes half a minute or more.
+pytestmark = [pytest.mark.xdist_group("smollm2"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

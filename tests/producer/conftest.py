@@ -1,25 +1,25 @@
 from pathlib import Path
 
 import pytest
-import tiny_models
 
+import tiny_models
 from draftfeed_deploy import smollm2
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make_qwen3(tmp_path_factory.mktemp("models") / "qwen3", scale=1.5)
+    return tiny_models.make_qwen3(tmp_path_factory.mktemp("models") / "qwen3")
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen35(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.make_qwen35(tmp_path_factory.mktemp("models") / "qwen35", scale=1.0)
+    return tiny_models.make_qwen35(tmp_path_factory.mktemp("models") / "qwen35")
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen35_multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "qwen35_multimodal"
-    return tiny_models.make_qwen35_multimodal(path, scale=1.0)
+    return tiny_models.make_qwen35_multimodal(path)
 
 
 @pytest.fixture(scope="session")

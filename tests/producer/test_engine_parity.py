@@ -1,8 +1,10 @@
 """Rows captured while generating in a padded batch equal those of one full forward pass."""
 
+import gc
 import json
 import math
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,8 @@ from draftfeed_producer.target import TargetConfig, load_target
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
-pytestmark = pytest.mark.xdist_group("engine_parity")
+# The first test on a machine makes the SmolLM2 directory, which takes half a minute or more.
+pytestmark = [pytest.mark.xdist_group("engine_parity"), pytest.mark.timeout(300)]
 
 NEW_TOKENS = 10
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -208,15 +211,24 @@ def test_greedy_tokens_of_a_batch_equal_those_of_unbatched_generation(
         assert sample.input_ids.tolist() == out[0].tolist()
 
 
+def stops_for(responses: list[list[int]]) -> tuple[int, int] | None:
+    """Tokens that end the first response at its first token, the second at its fifth, and leave
+    the others alone."""
+    stops = responses[0][0], responses[1][4]
+    untouched = {*responses[1][:4], *responses[2], *responses[3]}
+    return None if untouched & set(stops) else stops
+
+
 def test_sequences_that_end_early_and_late_share_a_batch(tiny_qwen3: Path):
     """One ends with its first token, one in the middle, the others at the limit; the rows of
     each are those it has alone, and none is made for what an ended sequence is still fed."""
-    options = {"temperature": 2.0, "seed": 3}
-    plain = [words(sample) for sample in run(tiny_qwen3, [4, 12, 7, 9], **options)]
-    others = set(plain[0] + plain[1][:4] + plain[2] + plain[3])
-    assert plain[1][4] not in others
-    assert plain[0][0] not in set(plain[0][1:] + plain[1] + plain[2] + plain[3])
-    stops = (plain[0][0], plain[1][4])
+    for seed in range(20):
+        options = {"temperature": 2.0, "seed": seed}
+        stops = stops_for([words(sample) for sample in run(tiny_qwen3, [4, 12, 7, 9], **options)])
+        if stops:
+            break
+    else:
+        raise AssertionError("no seed gives responses that differ enough")
     together = run(tiny_qwen3, [4, 12, 7, 9], stop_token_ids=stops, **options)
     alone = run(tiny_qwen3, [4, 12, 7, 9], stop_token_ids=stops, batch_size=1, **options)
     assert [len(words(sample)) for sample in together] == [1, 5, NEW_TOKENS, NEW_TOKENS]
@@ -305,3 +317,13 @@ def test_the_models_own_sampling_settings_do_not_leak_in(tiny_qwen3: Path, tmp_p
     (copy / "generation_config.json").write_text(json.dumps(settings))
     plain, tuned = run(tiny_qwen3, [5, 8]), run(copy, [5, 8])
     assert [words(sample) for sample in plain] == [words(sample) for sample in tuned]
+
+
+def test_close_frees_the_model_and_may_be_called_twice(tiny_qwen3: Path):
+    engine = make_engine(tiny_qwen3, (1, 3))
+    network = weakref.ref(engine._model)
+    list(engine.run(iter(make_prompts([4]))))
+    engine.close()
+    engine.close()
+    gc.collect()
+    assert network() is None

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 
+import tiny_models
 from draftfeed_producer.errors import PromptError
 from draftfeed_producer.prompts import PromptFile, PromptsConfig, prompt_limit
 

@@ -25,7 +25,7 @@ def test_descriptor_of_a_plain_model(tiny_qwen3: Path):
     descriptor = target.descriptor((1, 3, 5))
     assert descriptor.model == "qwen3"
     assert descriptor.layer_ids == (1, 3, 5)
-    assert (descriptor.num_layers, descriptor.hidden_size, descriptor.vocab_size) == (6, 128, 512)
+    assert (descriptor.num_layers, descriptor.hidden_size, descriptor.vocab_size) == (6, 512, 512)
     assert (descriptor.dtype, descriptor.final) == ("fp16", "none")
     assert target.max_positions == 512
 
@@ -33,7 +33,7 @@ def test_descriptor_of_a_plain_model(tiny_qwen3: Path):
 def test_descriptor_of_a_model_inside_a_multimodal_wrapper(tiny_qwen35_multimodal: Path):
     target = load(tiny_qwen35_multimodal)
     descriptor = target.descriptor((0, 7))
-    assert (descriptor.num_layers, descriptor.hidden_size, descriptor.vocab_size) == (8, 128, 512)
+    assert (descriptor.num_layers, descriptor.hidden_size, descriptor.vocab_size) == (8, 512, 512)
     assert target.max_positions == 512
 
 

@@ -15,6 +15,10 @@ from transformers.models.qwen3_5 import (
 
 VOCAB = 512
 EOS = 2
+HIDDEN = 512
+"""Wide for a tiny model: fp32 noise now and then rounds one channel to the other bf16 neighbour,
+and among 128 channels that one alone can be more than 1e-3 of a row. It also makes random
+blocks add enough to their input that one layer is told from the next."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -54,26 +58,26 @@ def make_tokenizer(path: Path) -> Any:
     return fast
 
 
-def make_qwen3(path: Path, scale: float) -> Path:
+def make_qwen3(path: Path) -> Path:
     config = Qwen3Config(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=6, head_dim=32, **SIZES
+        hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=6, head_dim=32, **SIZES
     )
-    return _save(Qwen3ForCausalLM, config, path, scale)
+    return _save(Qwen3ForCausalLM, config, path)
 
 
-def make_qwen35(path: Path, scale: float) -> Path:
+def make_qwen35(path: Path) -> Path:
     """The hybrid: three Gated DeltaNet layers to one of attention."""
-    return _save(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_qwen35_text()), path, scale)
+    return _save(Qwen3_5ForCausalLM, Qwen3_5TextConfig(**_qwen35_text()), path)
 
 
-def make_qwen35_multimodal(path: Path, scale: float) -> Path:
+def make_qwen35_multimodal(path: Path) -> Path:
     """The same inside the wrapper with a vision tower that real checkpoints have."""
     vision = {
         "depth": 1,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 2,
-        "out_hidden_size": 128,
+        "out_hidden_size": HIDDEN,
         "num_position_embeddings": 64,
         "deepstack_visual_indexes": [],
     }
@@ -86,12 +90,12 @@ def make_qwen35_multimodal(path: Path, scale: float) -> Path:
         vision_end_token_id=503,
         tie_word_embeddings=False,
     )
-    return _save(Qwen3_5ForConditionalGeneration, config, path, scale)
+    return _save(Qwen3_5ForConditionalGeneration, config, path)
 
 
 def _qwen35_text() -> dict[str, Any]:
     return {
-        "hidden_size": 128,
+        "hidden_size": HIDDEN,
         "intermediate_size": 256,
         "num_hidden_layers": 8,
         "head_dim": 32,
@@ -112,15 +116,8 @@ def _qwen35_text() -> dict[str, Any]:
     }
 
 
-def _save(cls: Any, config: Any, path: Path, scale: float) -> Path:
-    """Random weights whose matrices are `scale` times transformers' own: at the usual 0.02 the
-    blocks of so small a model add next to nothing, and one layer looks like the next."""
+def _save(cls: Any, config: Any, path: Path) -> Path:
     make_tokenizer(path)
     torch.manual_seed(0)
-    model = cls(config)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim == 2 and "embed" not in name:
-                weight.mul_(scale)
-    model.to(torch.bfloat16).save_pretrained(path)
+    cls(config).to(torch.bfloat16).save_pretrained(path)
     return path

@@ -22,7 +22,7 @@ class BlockTap:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], hidden_size: int) -> None:
-        self._blocks = blocks
+        self._blocks = tuple(blocks)
         self._hidden = hidden_size
         self._packed = torch.empty(0, len(blocks) * hidden_size, dtype=torch.bfloat16)
         self._rows = torch.empty(0, len(blocks), hidden_size, dtype=torch.float16)
@@ -66,6 +66,12 @@ class BlockTap:
     def counters(self, sequence: int, n: int) -> tuple[LayerCounters, ...]:
         totals = self._counters[self._slots(sequence, n)].sum(0).tolist()
         return tuple(LayerCounters(*layer) for layer in totals)
+
+    def close(self) -> None:
+        """Lets go of the model's blocks and of the staging."""
+        self._blocks = ()
+        for name in ("_packed", "_rows", "_counters", "_filled"):
+            setattr(self, name, getattr(self, name)[:0].clone())
 
     def _slots(self, sequence: int, n: int) -> slice:
         first = sequence * self._span

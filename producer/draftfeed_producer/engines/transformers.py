@@ -80,7 +80,8 @@ class TransformersEngine:
 
     def close(self) -> None:
         self.stop()
-        del self._model, self._tap
+        self._model = None
+        self._tap.close()
 
     def _again(self, incomplete: list[Prompt]) -> Iterator[Sample]:
         for prompt in incomplete:
@@ -153,7 +154,7 @@ class TransformersEngine:
 
 
 class _Watch:
-    """Stopping criterion. Tells the tap which sequences have ended, and ends all of them on `stop()`."""
+    """Stopping criterion: tells the tap which sequences have ended, and ends all on `stop()`."""
 
     def __init__(self, end_tokens: Tensor, finished: Tensor, stopped: threading.Event) -> None:
         self._end_tokens, self._finished, self._stopped = end_tokens, finished, stopped
