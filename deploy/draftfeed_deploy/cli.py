@@ -57,7 +57,8 @@ def _producer(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy.producer import run_producer
     from draftfeed_producer.config import ProducerConfig
 
-    loaded = config.load(arguments.config, ProducerConfig, arguments.set)
+    skip_bad = ["prompts.skip_bad=true"] if arguments.skip_bad else []
+    loaded = config.load(arguments.config, ProducerConfig, [*arguments.set, *skip_bad])
     done = run_producer(loaded, arguments.run_dir, console)
     return EXIT_OK if done else EXIT_INTERRUPTED
 
@@ -99,7 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_service(commands, "producer", "generate, capture, spool and serve", _producer)
+    producer = _add_service(commands, "producer", "generate, capture, spool and serve", _producer)
+    producer.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="count lines of the prompt file that cannot be used and go on (prompts.skip_bad)",
+    )
     _add_service(commands, "consumer", "receive samples and train on them", _consumer)
     _add_demo(commands)
     return parser
@@ -110,7 +116,7 @@ def _add_service(
     name: str,
     summary: str,
     command: Callable[[argparse.Namespace, Console], int],
-) -> None:
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=summary, description=f"{name}: {summary}.")
     parser.set_defaults(command=command)
     parser.add_argument("-c", "--config", type=Path, required=True, metavar=f"{name}.toml")
@@ -127,6 +133,7 @@ def _add_service(
         metavar="DIR",
         help="write statistics and one line per sample here, as JSON lines",
     )
+    return parser
 
 
 def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

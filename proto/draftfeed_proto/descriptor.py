@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from draftfeed_proto.errors import DescriptorMismatch
+from draftfeed_proto.errors import DescriptorMismatch, TooFewLayers
 
 Dtype = Literal["fp16", "bf16"]
 Final = Literal["none", "prenorm", "postnorm"]
@@ -74,10 +74,10 @@ def dflash_layer_ids(num_layers: int, n: int = 5) -> tuple[int, ...]:
     """DFlash's default taps, `round(1 + i*((N-3)-1)/(n-1))`: 64 layers give 1, 16, 31, 46, 61.
 
     Newer drafters use other ids, so this is a default to write into a configuration, never an
-    assumption. Raises ValueError when the target has too few layers for n different ids.
+    assumption. Raises TooFewLayers when there are no n different ids.
     """
     if n < 1 or num_layers < n + 3:
-        raise ValueError(f"{num_layers} layers are too few for {n} DFlash taps; name the layer ids")
+        raise TooFewLayers(num_layers, n)
     if n == 1:
         return (1,)
     return tuple(round(1 + i * (num_layers - 4) / (n - 1)) for i in range(n))

@@ -5,6 +5,7 @@ ProtoError (ValueError)
 ├── LimitExceeded         a length or count above its limit, refused before anything is allocated
 ├── UnknownCodec          a codec this build does not know
 ├── DescriptorMismatch    the consumer expects something else than the producer serves
+├── TooFewLayers          no DFlash default for a target this shallow: name the layer ids
 ├── IncompatibleVersion   the two ends speak different major versions
 └── ChunkError            one chunk of a sample is bad; the sample can be sent again
     ├── MalformedChunk    its header contradicts itself or its payload
@@ -42,6 +43,12 @@ class DescriptorMismatch(ProtoError):
             f"{field}: the consumer expects {expected!r}, the producer serves {served!r}"
         )
         self.field, self.expected, self.served = field, expected, served
+
+
+class TooFewLayers(ProtoError):
+    def __init__(self, num_layers: int, n: int) -> None:
+        super().__init__(f"{num_layers} layers are too few for {n} DFlash taps; name the layer ids")
+        self.num_layers, self.n = num_layers, n
 
 
 class IncompatibleVersion(ProtoError):

@@ -1,0 +1,138 @@
+"""The buffer: bounded in bytes, shuffled in a window, never a silent deadlock."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from draftfeed_consumer.buffer import Buffer, BufferConfig, size_of
+from draftfeed_consumer.errors import BufferTooSmall, StreamLost
+from samples import sample
+
+SIZE = size_of(sample(0))
+
+
+def buffer(samples: int, window: int = 1, stall_seconds: float = 30.0, seed: int = 0) -> Buffer:
+    return Buffer(
+        BufferConfig(
+            capacity_bytes=samples * SIZE,
+            window_samples=window,
+            stall_seconds=stall_seconds,
+            seed=seed,
+        )
+    )
+
+
+def fill(target: Buffer, ordinals: range) -> None:
+    for ordinal in ordinals:
+        assert target.reserve(SIZE)
+        target.put(sample(ordinal))
+
+
+def drain(target: Buffer) -> list[int]:
+    ordinals = []
+    while (taken := target.take()) is not None:
+        ordinals.append(taken.id.ordinal)
+        target.release(taken.id)
+    return ordinals
+
+
+def test_room_is_refused_beyond_the_capacity_and_comes_back_with_release() -> None:
+    room = buffer(2)
+    fill(room, range(2))
+    assert not room.reserve(SIZE)
+    taken = room.take()
+    assert taken is not None
+    assert not room.reserve(SIZE)  # the trainer still holds its tensors
+    assert room.release(taken.id)
+    assert room.reserve(SIZE)
+    assert not room.release(taken.id)
+
+
+def test_cancelled_reservation_gives_its_room_back() -> None:
+    room = buffer(1)
+    assert room.reserve(SIZE)
+    room.cancel(SIZE)
+    assert room.reserve(SIZE)
+
+
+def test_window_of_one_keeps_the_order_of_arrival() -> None:
+    room = buffer(8)
+    fill(room, range(8))
+    room.end()
+    assert drain(room) == list(range(8))
+
+
+def test_window_shuffles_and_the_seed_repeats_it() -> None:
+    def order(seed: int) -> list[int]:
+        room = buffer(32, window=8, seed=seed)
+        fill(room, range(32))
+        room.end()
+        return drain(room)
+
+    assert order(1) == order(1) != order(2)
+    assert sorted(order(1)) == list(range(32))
+    # The k-th sample taken is drawn from the first k + 8 that arrived.
+    assert all(ordinal < position + 8 for position, ordinal in enumerate(order(1)))
+
+
+def test_end_yields_a_window_that_is_not_full() -> None:
+    room = buffer(8, window=8)
+    fill(room, range(3))
+    room.end()
+    assert sorted(drain(room)) == [0, 1, 2]
+
+
+def test_buffer_full_by_bytes_yields_a_window_that_is_not_full() -> None:
+    room = buffer(2, window=8)
+    fill(room, range(2))
+    assert not room.reserve(SIZE)
+    assert room.take() is not None
+
+
+def test_stalled_stream_yields_a_window_that_is_not_full() -> None:
+    room = buffer(8, window=8, stall_seconds=0.0)
+    fill(room, range(1))
+    assert room.take() is not None
+
+
+@pytest.mark.parametrize("act", [Buffer.end, lambda room: room.fail(StreamLost("tcp://x", 3.0))])
+def test_waiting_trainer_is_woken(act: Callable[[Buffer], None]) -> None:
+    room = buffer(2)
+    outcome: list[object] = []
+
+    def wait() -> None:
+        try:
+            outcome.append(room.take())
+        except StreamLost as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    act(room)
+    thread.join(10)
+    assert outcome == [None] or isinstance(outcome[0], StreamLost)
+
+
+def test_trainer_that_waits_while_holding_everything_is_told() -> None:
+    room = buffer(2)
+    fill(room, range(2))
+    for _ in range(2):
+        room.take()
+    assert not room.reserve(SIZE)
+    with pytest.raises(BufferTooSmall, match=f"capacity_bytes to {3 * SIZE}"):
+        room.take()
+
+
+def test_sample_larger_than_the_whole_buffer_is_told_at_once() -> None:
+    with pytest.raises(BufferTooSmall, match=f"one sample has {2 * SIZE} bytes"):
+        buffer(1).reserve(2 * SIZE)
+
+
+def test_statistics_add_up() -> None:
+    room = buffer(4)
+    fill(room, range(2))
+    assert room.reserve(SIZE)
+    room.take()
+    seen = room.statistics()
+    assert (seen.bytes, seen.held_bytes, seen.ready) == (3 * SIZE, SIZE, 1)

@@ -1,0 +1,157 @@
+"""Bad input gets one clear line on stderr and exit code 2, and loses nothing."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftfeed_deploy.cli import main
+from tiny_models import make_qwen3
+
+TOML = """
+[engine]
+name = "transformers"
+dtype = "float32"
+sampling = {{ max_new_tokens = 8 }}
+[target]
+path = {model}
+layer_ids = [1, 3]
+[prompts]
+path = {prompts}
+[spool]
+dir = {spool}
+[server]
+bind = "tcp://127.0.0.1:*"
+"""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3(tmp_path_factory.mktemp("cli") / "qwen3")
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> Path:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n{"prompt": "fox"}\n')
+    path = tmp_path / "producer.toml"
+    path.write_text(
+        TOML.format(
+            model=json.dumps(str(model)),
+            prompts=json.dumps(str(prompts)),
+            spool=json.dumps(str(tmp_path / "spool")),
+        )
+    )
+    return path
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line that a command with bad input prints."""
+    assert main([str(argument) for argument in arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in lines if line.startswith("draftfeed: ")]
+    assert len(errors) == 1, lines
+    assert "Traceback" not in "".join(lines)
+    return errors[0]
+
+
+def test_missing_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nowhere.toml: cannot be read" in fails(capsys, "producer", "-c", "nowhere.toml")
+    assert "nowhere.toml: cannot be read" in fails(capsys, "consumer", "-c", "nowhere.toml")
+
+
+def test_broken_prompt_line_is_named_by_number(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": \n')
+    assert "prompts.jsonl, line 2:" in fails(capsys, "producer", "-c", config)
+
+
+def test_port_in_use(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        line = fails(capsys, "producer", "-c", config, "--set", f"server.bind={address}")
+    assert f"cannot listen on {address}: address already in use" in line
+
+
+@pytest.mark.parametrize("bind", ["nonsense", "tcp://999.1.1.1:5", "tcp://127.0.0.1"])
+def test_address_that_is_none(config: Path, capsys: pytest.CaptureFixture[str], bind: str) -> None:
+    line = fails(capsys, "producer", "-c", config, "--set", f"server.bind={bind}")
+    assert f"cannot listen on {bind}" in line
+
+
+@pytest.mark.parametrize("path", ["/nonexistent", "."])
+def test_directory_that_is_no_model(
+    config: Path, capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    line = fails(capsys, "producer", "-c", config, "--set", f"target.path={path}")
+    assert "model directory" in line
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [("[1, 6]", "6 is out of range"), ("[2, 2]", "2 is repeated"), ("[-1, 2]", "out of range")],
+)
+def test_layer_ids_the_target_does_not_have(
+    config: Path, capsys: pytest.CaptureFixture[str], ids: str, says: str
+) -> None:
+    assert says in fails(capsys, "producer", "-c", config, "--set", f"target.layer_ids={ids}")
+
+
+def test_target_too_shallow_for_the_default_layers(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(config.read_text().replace("layer_ids = [1, 3]\n", ""))
+    assert "6 layers are too few for 5 DFlash taps" in fails(capsys, "producer", "-c", config)
+
+
+def test_spool_of_another_model_keeps_its_samples(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    owner = {"format": 1, "dataset": "0" * 16, "descriptor": _descriptor()}
+    (spool / "spool.json").write_text(json.dumps(owner))
+    line = fails(capsys, "producer", "-c", config)
+    assert "the spool was made with prompt file '0000000000000000'" in line
+    assert json.loads((spool / "spool.json").read_text()) == owner
+
+
+def test_consumer_without_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "consumer.toml"
+    config.write_text("[producer]\n")
+    assert "trainer" in fails(capsys, "consumer", "-c", config)
+
+
+def test_demo_never_clears_a_directory_that_is_not_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert "is not empty and not a demo's" in fails(capsys, "demo", "--dir", tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_version_and_help_of_the_installed_command() -> None:
+    command = Path(sys.executable).with_name("draftfeed")
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60)
+    assert version.stdout.startswith("draftfeed ")
+    text = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=60).stdout
+    assert all(word in text for word in ("producer", "consumer", "demo", "exit codes"))
+
+
+def _descriptor() -> dict[str, object]:
+    return {
+        "model": "m",
+        "revision": "r",
+        "tokenizer_hash": "t",
+        "chat_template_hash": "c",
+        "layer_ids": [1],
+        "num_layers": 4,
+        "hidden_size": 8,
+        "vocab_size": 9,
+    }
