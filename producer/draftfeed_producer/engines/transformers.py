@@ -52,7 +52,7 @@ class TransformersEngine:
         self.recaptured = 0
         """Samples made again because a row was missing. Anything but 0 deserves a look."""
         self._config = config
-        self._model = _load_model(config, target.path)
+        self._model: Any = _load_model(config, target.path)
         blocks = decoder_blocks(self._model, target)
         tapped = [blocks[k] for k in self.descriptor.layer_ids]
         self._tap = BlockTap(tapped, self.descriptor.hidden_size)

@@ -33,16 +33,11 @@ def to_wire(x: Tensor) -> tuple[Tensor, Tensor]:
     wire = _saturate(exact, magnitude, nonfinite)
     # Bits, not values: a process that flushes denormals would call a lost denormal exact.
     changed = wire.float().view(torch.int32) != exact.view(torch.int32)
-    counters = torch.stack(
-        (
-            saturated.sum(-1),
-            nonfinite.sum(-1),
-            (changed & ~saturated & ~nonfinite).sum(-1),
-            (magnitude == 0).all(-1),
-        ),
-        dim=-1,
-    )
-    return wire, counters.to(torch.int32)
+    inexact = changed & ~saturated & ~nonfinite
+    # Into int32 at once: torch sums booleans into int64 ten times slower.
+    counts = [kind.sum(-1, dtype=torch.int32) for kind in (saturated, nonfinite, inexact)]
+    zero_row = (magnitude.amax(-1) == 0).to(torch.int32)
+    return wire, torch.stack((*counts, zero_row), dim=-1)
 
 
 def _saturate(exact: Tensor, magnitude: Tensor, nonfinite: Tensor) -> Tensor:
