@@ -1,6 +1,6 @@
 """Chunks: the unit that is checksummed, stored and sent. A spool stores a frame as it is sent.
 
-A frame is a 40-byte header and the codec's payload; PROTOCOL.md section 4 gives it byte by byte.
+A frame is a 40-byte header and the codec's payload; PROTOCOL.md ("Chunks") gives it byte by byte.
 """
 
 import struct
@@ -116,11 +116,14 @@ def decode_chunk(frame: Frame, out: memoryview | None = None) -> tuple[ChunkHead
     Raises ChunkError, UnknownCodec or LimitExceeded, and ValueError when `out` has another size.
     """
     header = verify(frame)
+    codec = codecs.by_number(header.codec)
+    payload = memoryview(frame)[HEADER_BYTES:]
+    codec.check(payload, header.decoded_bytes)
     if out is None:
-        out = memoryview(bytearray(header.decoded_bytes))
+        out = np.empty(header.decoded_bytes, np.uint8).data
     if out.nbytes != header.decoded_bytes:
         raise ValueError(f"out has {out.nbytes} bytes, the chunk decodes to {header.decoded_bytes}")
-    codecs.by_number(header.codec).decode(memoryview(frame)[HEADER_BYTES:], out)
+    codec.decode(payload, out)
     return header, out
 
 
@@ -175,14 +178,19 @@ def decode_states(frame: Frame, out: np.ndarray) -> ChunkHeader:
 
 
 def decode_tokens(frame: Frame) -> tuple[np.ndarray, np.ndarray]:
-    """input_ids int32[n+1] and loss_mask uint8[n+1] of a TOKENS frame. Raises like decode_chunk."""
+    """input_ids int32[n+1] and loss_mask uint8[n+1] of a TOKENS frame, writable.
+
+    Raises what decode_chunk raises, and MalformedChunk for a negative id or a mask beyond 0 and 1.
+    """
     header, values = decode_chunk(frame)
     if header.kind is not ChunkKind.TOKENS:
         raise MalformedChunk(f"{header.kind.name} where the tokens were due")
     edge = 4 * header.rows
-    return np.frombuffer(values[:edge], "<i4").astype(np.int32), np.frombuffer(
-        values[edge:], np.uint8
-    )
+    input_ids = np.frombuffer(values[:edge], "<i4").astype(np.int32)
+    loss_mask = np.frombuffer(values[edge:], np.uint8).copy()
+    if input_ids.min() < 0 or loss_mask.max() > 1:
+        raise MalformedChunk(f"token id {input_ids.min()}, mask value {loss_mask.max()}")
+    return input_ids, loss_mask
 
 
 def _checksum(fields: Frame, payload: Frame) -> int:
@@ -201,6 +209,15 @@ def _check_limits(header: ChunkHeader) -> None:
     ):
         if value > limit:
             raise LimitExceeded(what, value, limit)
-    values = header.layers * header.hidden * 2 if header.kind is ChunkKind.STATES else 5
-    if header.rows == 0 or header.decoded_bytes != header.rows * values:
+    if header.rows == 0 or header.decoded_bytes != header.rows * _row_bytes(header):
         raise MalformedChunk(f"{header.rows} rows cannot decode to {header.decoded_bytes} bytes")
+    if header.encoded_bytes > header.decoded_bytes:
+        raise MalformedChunk(f"{header.encoded_bytes} bytes to hold {header.decoded_bytes}")
+
+
+def _row_bytes(header: ChunkHeader) -> int:
+    if header.kind is ChunkKind.STATES:
+        return 2 * header.layers * header.hidden
+    if header.first_row or header.layers or header.hidden:
+        raise MalformedChunk("tokens with a first row, layers or a hidden size")
+    return 5

@@ -1,14 +1,18 @@
 """The descriptor: everything that must match before a byte is trained on."""
 
 import hashlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from draftfeed_proto.errors import DescriptorMismatch, TooFewLayers
+from draftfeed_proto.limits import MAX_HIDDEN, MAX_LAYERS
+from draftfeed_proto.wire import Count, Name
 
 Dtype = Literal["fp16", "bf16"]
 Final = Literal["none", "prenorm", "postnorm"]
+LayerIds = Annotated[tuple[Count, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+HiddenSize = Annotated[int, msgspec.Meta(ge=1, le=MAX_HIDDEN)]
 
 SCHEMA = 1
 
@@ -16,26 +20,30 @@ SCHEMA = 1
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     """What a stream carries. Two streams with equal `stream_id()` may feed one training run."""
 
-    schema: int = SCHEMA
-    model: str
-    revision: str
-    tokenizer_hash: str
-    chat_template_hash: str
-    layer_ids: tuple[int, ...]
+    schema: Count = SCHEMA
+    model: Name
+    revision: Name
+    tokenizer_hash: Name
+    chat_template_hash: Name
+    layer_ids: LayerIds
     """0-based: id k is the output of decoder block k, the residual stream before any norm.
 
     Hugging Face's `hidden_states` holds it at index k+1; vLLM's and ModelOpt's ids are k+1.
     """
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
+    num_layers: Count
+    hidden_size: HiddenSize
+    vocab_size: Count
     dtype: Dtype = "fp16"
     """dtype of the states on the wire."""
     final: Final = "none"
     """Whether the target's final state comes along, before or after its norm."""
 
     def stream_id(self) -> str:
-        """32 hex digits over every field, in declaration order."""
+        """32 hex digits over every field, in declaration order.
+
+        A field that a later version adds must be left out of the hash while it has its default:
+        an upgrade must not give old spools and checkpoints another stream.
+        """
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
 
     def row_bytes(self) -> int:
@@ -46,19 +54,23 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 class Expectation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a consumer insists on; a field left at None matches anything."""
 
-    stream_id: str | None = None
-    model: str | None = None
-    revision: str | None = None
-    tokenizer_hash: str | None = None
-    layer_ids: tuple[int, ...] | None = None
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    vocab_size: int | None = None
+    stream_id: Name | None = None
+    model: Name | None = None
+    revision: Name | None = None
+    tokenizer_hash: Name | None = None
+    chat_template_hash: Name | None = None
+    layer_ids: LayerIds | None = None
+    num_layers: Count | None = None
+    hidden_size: HiddenSize | None = None
+    vocab_size: Count | None = None
     dtype: Dtype | None = None
     final: Final | None = None
 
     def check(self, descriptor: Descriptor) -> None:
-        """Raises DescriptorMismatch for the first field that differs, with both values."""
+        """Raises DescriptorMismatch for the first field that differs, with both values.
+
+        Both ends check: an older producer ignores a field that it does not know.
+        """
         for field in self.__struct_fields__:
             expected = getattr(self, field)
             served = _served(descriptor, field)

@@ -14,6 +14,9 @@ ProtoError (ValueError)
 
 from typing import Any
 
+MAX_REASON_CHARS = 500
+"""Reasons quote the other end's bytes, and are sent back to it: they must fit into a message."""
+
 
 class ProtoError(ValueError):
     """Base of every error in this package."""
@@ -21,8 +24,8 @@ class ProtoError(ValueError):
 
 class MalformedMessage(ProtoError):
     def __init__(self, reason: str) -> None:
-        super().__init__(f"malformed message: {reason}")
-        self.reason = reason
+        self.reason = reason[:MAX_REASON_CHARS]
+        super().__init__(f"malformed message: {self.reason}")
 
 
 class LimitExceeded(ProtoError):

@@ -3,28 +3,38 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from typing import Annotated
 
 import msgspec
+
+from draftfeed_proto.errors import MalformedMessage
+from draftfeed_proto.limits import MAX_ORDINALS
+from draftfeed_proto.wire import Count
+
+Dataset = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ORDINALS)]
 
 Partition = tuple[str, int, int]
 """(dataset, epoch, shard): everything of an id but its ordinal."""
 
-WireRanges = list[tuple[str, int, int, list[int]]]
+WireRanges = list[tuple[Dataset, Count, Count, list[Count]]]
 """One entry a partition, with its half-open ranges flattened: [start, stop, start, stop, ...]."""
 
 
-class SampleId(msgspec.Struct, frozen=True, array_like=True, order=True):
+class SampleId(
+    msgspec.Struct, frozen=True, array_like=True, order=True, forbid_unknown_fields=True
+):
     """Identity of a sample for as long as its prompt file exists.
 
     A spool's sequence numbers are never identity: a producer rebuilt on an empty disk would
     hand them out again.
     """
 
-    dataset: str
+    dataset: Dataset
     """First 16 hex digits of the SHA-256 of the prompt file."""
-    epoch: int
-    shard: int
-    ordinal: int
+    epoch: Count
+    shard: Count
+    ordinal: Ordinal
     """0-based raw line index in the prompt file, counted before any line is skipped."""
 
     @property
@@ -38,16 +48,22 @@ class SampleId(msgspec.Struct, frozen=True, array_like=True, order=True):
     def parse(cls, text: str) -> "SampleId":
         """Inverse of `str()`. Raises ValueError when `text` is not an id."""
         dataset, *numbers = text.split("/")
-        if len(numbers) != 3:
+        try:
+            id = msgspec.convert([dataset, *map(int, numbers)], cls)
+        except (ValueError, msgspec.ValidationError):
+            id = None
+        # int() also takes signs, blanks, underscores and other scripts' digits.
+        if id is None or str(id) != text:
             raise ValueError(f"{text!r} is not a sample id (dataset/epoch/shard/ordinal)")
-        epoch, shard, ordinal = (int(number) for number in numbers)
-        return cls(dataset, epoch, shard, ordinal)
+        return id
 
 
 class IdSet:
     """A set of sample ids held as sorted, disjoint ranges of ordinals per partition.
 
-    Ledgers of a million samples trained nearly in order stay a few ranges long.
+    Ledgers of a million samples trained nearly in order stay a few ranges long. A set that came
+    over the wire may hold any number of ids: work on it with `-`, `update` and `in`, which take
+    time by ranges; iterating takes time by ids.
     """
 
     def __init__(self, ids: Iterable[SampleId] = ()) -> None:
@@ -76,6 +92,13 @@ class IdSet:
         for partition, edges in other._ranges.items():
             for start, stop in _pairs(edges):
                 self._add_range(partition, start, stop)
+
+    def __sub__(self, other: "IdSet") -> "IdSet":
+        rest = IdSet()
+        for partition, edges in self._ranges.items():
+            if left := _difference(edges, other._ranges.get(partition, [])):
+                rest._ranges[partition] = left
+        return rest
 
     def copy(self) -> "IdSet":
         twin = IdSet()
@@ -107,14 +130,16 @@ class IdSet:
 
     @classmethod
     def from_wire(cls, ranges: WireRanges) -> "IdSet":
-        """Raises ValueError when the edges of a partition are not strictly increasing pairs."""
+        """Raises MalformedMessage when a partition comes twice, or when its edges are not pairs
+        that rise within 0..MAX_ORDINALS."""
         ids = cls()
         for dataset, epoch, shard, edges in ranges:
-            rising = all(a < b for a, b in pairwise(edges))
-            if len(edges) % 2 or not rising or (edges and edges[0] < 0):
-                raise ValueError(f"ranges of {dataset}/{epoch}/{shard} are not rising pairs")
-            if edges:
-                ids._ranges[(dataset, epoch, shard)] = list(edges)
+            partition = (dataset, epoch, shard)
+            if partition in ids._ranges:
+                raise MalformedMessage(f"ranges of {dataset}/{epoch}/{shard} come twice")
+            if not _are_ranges(edges):
+                raise MalformedMessage(f"ranges of {dataset}/{epoch}/{shard} are not rising pairs")
+            ids._ranges[partition] = list(edges)
         return ids
 
     def _add_range(self, partition: Partition, start: int, stop: int) -> None:
@@ -124,6 +149,22 @@ class IdSet:
         opening = [start] if low % 2 == 0 else []
         closing = [stop] if high % 2 == 0 else []
         edges[low:high] = opening + closing
+
+
+def _are_ranges(edges: list[int]) -> bool:
+    if not edges or len(edges) % 2:
+        return False
+    rising = all(a < b for a, b in pairwise(edges))
+    return rising and edges[0] >= 0 and edges[-1] <= MAX_ORDINALS
+
+
+def _difference(left: list[int], right: list[int]) -> list[int]:
+    edges: list[int] = []
+    for edge in sorted({*left, *right}):
+        inside = bisect_right(left, edge) % 2 == 1 and bisect_right(right, edge) % 2 == 0
+        if inside != (len(edges) % 2 == 1):
+            edges.append(edge)
+    return edges
 
 
 def _pairs(edges: list[int]) -> Iterator[tuple[int, int]]:

@@ -10,5 +10,9 @@ MAX_SAMPLE_TOKENS = 1 << 20
 MAX_LAYERS = 64
 MAX_HIDDEN = 1 << 16
 MAX_STRING_BYTES = 64 << 10
+MAX_NAME_CHARS = 1024
+"""Of a name that others quote in their messages: group, member, model, key of a prompt."""
+MAX_ORDINALS = 1 << 40
+"""Lines of a prompt file. Sums over a whole set of ids stay far below 64 bits."""
 MAX_ARRAY_ITEMS = 1 << 18
 MAX_MAP_ITEMS = 256

@@ -1,27 +1,23 @@
 """Messages of the stream: one tagged Struct each, MessagePack on the wire.
 
-msgpack reads the bytes, because it can be told limits; msgspec gives them their meaning, because
-it has types. Within a major version unknown fields are ignored and new fields have defaults, so
-that either end may be upgraded first.
+Within a major version unknown fields are ignored and new fields have defaults, so that either end
+may be upgraded first.
 """
 
-from typing import Any, Literal
+from typing import Annotated
 
-import msgpack
 import msgspec
 
 from draftfeed_proto.descriptor import Descriptor, Expectation
-from draftfeed_proto.errors import IncompatibleVersion, LimitExceeded, MalformedMessage
+from draftfeed_proto.errors import IncompatibleVersion
 from draftfeed_proto.ids import SampleId, WireRanges
-from draftfeed_proto.limits import (
-    MAX_ARRAY_ITEMS,
-    MAX_MAP_ITEMS,
-    MAX_MESSAGE_BYTES,
-    MAX_STRING_BYTES,
-)
+from draftfeed_proto.limits import MAX_SAMPLE_BYTES
 from draftfeed_proto.sample import SampleHeader
+from draftfeed_proto.wire import Count, Name, pack, unpack
 
 VERSION = (1, 0)
+
+SampleBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_BYTES)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -31,20 +27,23 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
 class InSession(Message, frozen=True, kw_only=True):
     """Every message after the handshake: ignored unless both are those of the current session."""
 
-    term: int
-    session: str
+    term: Count
+    session: Name
 
 
 # member -> producer
 
 
-class Fence(Message, frozen=True, kw_only=True):
-    """First message of a connection: who is here, and what it expects."""
+class Fence(Message, frozen=True, kw_only=True, omit_defaults=False):
+    """First message of a connection: who is here, and what it expects.
 
-    version: tuple[int, int] = VERSION
-    group: str
-    member: str
-    incarnation: str
+    Defaults are sent, for a reader would take an absent version for its own.
+    """
+
+    version: tuple[Count, Count] = VERSION
+    group: Name
+    member: Name
+    incarnation: Name
     """Random, one per process: tells a restarted member from its predecessor."""
     expect: Expectation = Expectation()
 
@@ -64,7 +63,7 @@ class Grant(InSession, frozen=True, kw_only=True):
 
 
 class Credit(InSession, frozen=True, kw_only=True):
-    total_bytes: int
+    total_bytes: Count
     """Cumulative since the session began: encoded bytes of chunks the member has ever allowed."""
 
 
@@ -91,7 +90,7 @@ class Release(InSession, frozen=True, kw_only=True):
 class Commit(InSession, frozen=True, kw_only=True):
     """A durable checkpoint contains the effect of exactly these samples."""
 
-    number: int
+    number: Count
     trained: WireRanges
 
 
@@ -102,16 +101,23 @@ class Bye(InSession, frozen=True, kw_only=True):
 # producer -> member
 
 
-class Granted(InSession, frozen=True, kw_only=True):
-    version: tuple[int, int] = VERSION
+class Granted(InSession, frozen=True, kw_only=True, omit_defaults=False):
+    """The stream is the member's; what it is, and the last commit stored here."""
+
+    version: tuple[Count, Count] = VERSION
     descriptor: Descriptor
-    stream_id: str
+    stream_id: Name
+    """When it is not the descriptor's own, the descriptor has a field this build does not know."""
     committed: WireRanges
-    commit_number: int
+    commit_number: Count
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    code: Literal["mismatch", "version", "held", "rollback", "malformed"]
+    code: Name
+    """"mismatch", "version", "held", "rollback" or "malformed"; take one you do not know as final.
+
+    Not an enumeration: an older member could not even read a newer producer's refusal.
+    """
     reason: str
 
 
@@ -122,7 +128,7 @@ class Opened(InSession, frozen=True, kw_only=True):
 class Offer(InSession, frozen=True, kw_only=True):
     """Samples that may be granted."""
 
-    samples: list[tuple[SampleId, int]]
+    samples: list[tuple[SampleId, SampleBytes]]
     """(id, decoded bytes)"""
 
 
@@ -136,13 +142,13 @@ class Chunk(InSession, frozen=True, kw_only=True):
     """Followed by one payload frame: the chunk."""
 
     id: SampleId
-    index: int
+    index: Count
 
 
 class Committed(InSession, frozen=True, kw_only=True):
     """The commit is durable at the producer."""
 
-    number: int
+    number: Count
 
 
 class EndOfSamples(InSession, frozen=True, kw_only=True):
@@ -180,22 +186,19 @@ FromProducer = (
 
 
 def encode(message: Message) -> bytes:
-    """Raises LimitExceeded rather than send what the other end must refuse."""
-    data = msgspec.msgpack.encode(message)
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise LimitExceeded(f"{type(message).__name__} message bytes", len(data), MAX_MESSAGE_BYTES)
-    return data
+    """Raises MalformedMessage or LimitExceeded rather than send what the other end must refuse."""
+    return pack(message)
 
 
 def decode_from_member(data: bytes | memoryview) -> FromMember:
     """Raises MalformedMessage or LimitExceeded."""
-    message: FromMember = _convert(_unpack(data), FromMember)
+    message: FromMember = unpack(data, FromMember)
     return message
 
 
 def decode_from_producer(data: bytes | memoryview) -> FromProducer:
     """Raises MalformedMessage or LimitExceeded."""
-    message: FromProducer = _convert(_unpack(data), FromProducer)
+    message: FromProducer = unpack(data, FromProducer)
     return message
 
 
@@ -203,26 +206,3 @@ def check_version(theirs: tuple[int, int]) -> None:
     """Raises IncompatibleVersion when the major versions differ."""
     if theirs[0] != VERSION[0]:
         raise IncompatibleVersion(VERSION, theirs)
-
-
-def _unpack(data: bytes | memoryview) -> Any:
-    if len(data) > MAX_MESSAGE_BYTES:
-        raise LimitExceeded("message bytes", len(data), MAX_MESSAGE_BYTES)
-    try:
-        return msgpack.unpackb(
-            data,
-            max_str_len=MAX_STRING_BYTES,
-            max_bin_len=MAX_STRING_BYTES,
-            max_array_len=MAX_ARRAY_ITEMS,
-            max_map_len=MAX_MAP_ITEMS,
-            max_ext_len=0,
-        )
-    except (ValueError, msgpack.UnpackException) as error:
-        raise MalformedMessage(str(error) or type(error).__name__) from error
-
-
-def _convert(value: Any, kind: Any) -> Any:
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, ValueError, OverflowError, RecursionError) as error:
-        raise MalformedMessage(str(error)) from error

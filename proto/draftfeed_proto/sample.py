@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import xxhash
 
-from draftfeed_proto import chunk
+from draftfeed_proto import chunk, wire
 from draftfeed_proto.codecs import Codec
+from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import LimitExceeded, MalformedChunk, MalformedMessage
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import (
@@ -18,6 +19,7 @@ from draftfeed_proto.limits import (
     MAX_SAMPLE_BYTES,
     MAX_SAMPLE_TOKENS,
 )
+from draftfeed_proto.wire import Count, Name, Scalar
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 
@@ -25,12 +27,12 @@ DEFAULT_CHUNK_BYTES = 4 << 20
 class LayerCounters(NamedTuple):
     """What the tap saw in one layer of one sample."""
 
-    saturated: int
+    saturated: Count
     """Values beyond fp16's 65504, clamped to it."""
-    nonfinite: int
-    inexact: int
+    nonfinite: Count
+    inexact: Count
     """Values that fp16 cannot hold exactly, saturated ones not counted."""
-    zero_rows: int
+    zero_rows: Count
     """Rows whose every value is zero: no real residual stream has one."""
 
 
@@ -64,19 +66,19 @@ class SampleHeader(msgspec.Struct, frozen=True, kw_only=True):
     """All of a sample but its chunks. The same on the wire and in the spool."""
 
     id: SampleId
-    key: str
-    rows: int
-    layers: int
-    hidden: int
+    key: Name
+    rows: Count
+    layers: Count
+    hidden: Count
     counters: tuple[LayerCounters, ...]
-    finish_reason: str
-    sampling: dict[str, Any] = {}
-    response_tokens: int
+    finish_reason: Name
+    sampling: dict[str, Scalar | list[Scalar]] = {}
+    response_tokens: Count
     """Sum of the loss mask."""
-    chunks: int
-    encoded_bytes: int
+    chunks: Count
+    encoded_bytes: Count
     """Of all chunk frames, their headers included."""
-    digest: str = ""
+    digest: Name = ""
     """Of the tensors before encoding; empty when the audit mode is off."""
 
     @property
@@ -103,6 +105,15 @@ class SampleHeader(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.counters) != self.layers:
             raise MalformedMessage(f"{len(self.counters)} counters for {self.layers} layers")
 
+    def check_stream(self, descriptor: Descriptor) -> None:
+        """Raises MalformedMessage when it is no sample of that stream."""
+        layers, hidden = len(descriptor.layer_ids), descriptor.hidden_size
+        if (self.layers, self.hidden) != (layers, hidden):
+            raise MalformedMessage(
+                f"sample {self.id} is [{self.rows}, {self.layers}, {self.hidden}] in a stream of "
+                f"{layers} layers and hidden size {hidden}"
+            )
+
 
 def decoded_bytes(rows: int, layers: int, hidden: int) -> int:
     """States (16 bit), ids (int32) and mask (uint8) of a sample with `rows` fed tokens."""
@@ -121,9 +132,13 @@ def encode_chunks(
 
 
 def header_of(sample: Sample, *, chunks: int, encoded_bytes: int, audit: bool) -> SampleHeader:
-    """The header that goes with the frames `encode_chunks` gave."""
+    """The header that goes with the frames `encode_chunks` gave.
+
+    Raises MalformedMessage or LimitExceeded when no consumer could take it: better than to find
+    out with the sample on disk.
+    """
     rows, layers, hidden = sample.hidden_states.shape
-    return SampleHeader(
+    header = SampleHeader(
         id=sample.id,
         key=sample.key,
         rows=rows,
@@ -137,6 +152,9 @@ def header_of(sample: Sample, *, chunks: int, encoded_bytes: int, audit: bool) -
         encoded_bytes=encoded_bytes,
         digest=sample.digest() if audit else "",
     )
+    header.check()
+    wire.pack(header)
+    return header
 
 
 class Assembler:
@@ -152,6 +170,7 @@ class Assembler:
         )
         self._tokens: tuple[np.ndarray, np.ndarray] | None = None
         self._rows = 0
+        self._encoded_bytes = 0
         self.chunks = 0
 
     def add(self, frame: chunk.Frame) -> None:
@@ -161,6 +180,12 @@ class Assembler:
         else:
             self._add_states(frame)
         self.chunks += 1
+        self._encoded_bytes += len(frame)
+        if (self._rows == self.header.rows) != (self.chunks == self.header.chunks):
+            raise MalformedChunk(
+                f"{self._rows} of {self.header.rows} rows in {self.chunks} of "
+                f"{self.header.chunks} chunks"
+            )
 
     @property
     def done(self) -> bool:
@@ -169,11 +194,13 @@ class Assembler:
     def sample(self) -> Sample:
         """The sample. Its digest is compared when the header carries one.
 
-        Raises MalformedChunk when the tensors are not those that were encoded.
+        Raises MalformedChunk when the tensors are not those that the header speaks of.
         """
         assert self.done
         assert self._tokens is not None
         header = self.header
+        if self._encoded_bytes != header.encoded_bytes:
+            raise MalformedChunk(f"{self._encoded_bytes} encoded bytes, not {header.encoded_bytes}")
         sample = Sample(
             id=header.id,
             key=header.key,
@@ -192,6 +219,8 @@ class Assembler:
         input_ids, loss_mask = chunk.decode_tokens(frame)
         if len(input_ids) != self.header.rows + 1:
             raise MalformedChunk(f"{len(input_ids)} ids for {self.header.rows} rows")
+        if int(loss_mask.sum()) != self.header.response_tokens:
+            raise MalformedChunk(f"{loss_mask.sum()} of {self.header.response_tokens} masked")
         return input_ids, loss_mask
 
     def _add_states(self, frame: chunk.Frame) -> None:

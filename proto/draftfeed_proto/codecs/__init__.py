@@ -10,7 +10,7 @@ __all__ = ["Codec", "by_name", "by_number", "names"]
 
 
 class Codec(Protocol):
-    """Thread-safe. `decode` treats its input as hostile."""
+    """Thread-safe. `check` and `decode` treat their input as hostile."""
 
     name: str
     number: int
@@ -20,8 +20,13 @@ class Codec(Protocol):
         """values: the chunk's decoded bytes."""
         ...
 
+    def check(self, payload: memoryview, decoded_bytes: int) -> None:
+        """Called before anything is allocated. Raises MalformedChunk when the payload cannot
+        decode to that many bytes."""
+        ...
+
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        """Fill `out` exactly. Raises MalformedChunk when the payload is not that many bytes."""
+        """Fill `out` with a payload that passed `check`. Raises MalformedChunk."""
         ...
 
 

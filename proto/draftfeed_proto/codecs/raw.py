@@ -10,7 +10,9 @@ class Raw:
     def encode(self, values: memoryview) -> memoryview:
         return values
 
+    def check(self, payload: memoryview, decoded_bytes: int) -> None:
+        if payload.nbytes != decoded_bytes:
+            raise MalformedChunk(f"raw payload of {payload.nbytes} bytes for {decoded_bytes}")
+
     def decode(self, payload: memoryview, out: memoryview) -> None:
-        if payload.nbytes != out.nbytes:
-            raise MalformedChunk(f"raw payload of {payload.nbytes} bytes for {out.nbytes}")
         out[:] = payload
