@@ -3,10 +3,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from draftfeed_producer.engines import SamplingConfig, TransformersConfig, make_engine
-from draftfeed_producer.engines.transformers import TransformersEngine
+from draftfeed_producer.engines.transformers import TransformersEngine, resolve_dtype
 from draftfeed_producer.errors import LayerIdError, ModelError
 from draftfeed_producer.target import TargetConfig, check_layer_ids, load_target, weights_digest
 
@@ -189,3 +190,10 @@ def test_make_engine_from_configuration_alone(tiny_qwen3: Path):
     engine = make_engine(config, TargetConfig(path=str(tiny_qwen3), layer_ids=(2, 5)))
     assert engine.descriptor.layer_ids == (2, 5)
     engine.close()
+
+
+def test_bfloat16_is_chosen_only_where_it_is_computed_in():
+    native = any("bf16" in name and has for name, has in torch.cpu.get_capabilities().items())
+    assert resolve_dtype("auto", "cpu") is (torch.bfloat16 if native else torch.float32)
+    assert resolve_dtype("auto", "cuda:0") is torch.bfloat16
+    assert resolve_dtype("float32", "cuda:0") is torch.float32
