@@ -97,6 +97,8 @@ class Client:
         self._commit: LedgerState | None = None
         self._acknowledged = threading.Condition()
         self._acknowledged_number = 0
+        self._sent_number = 0
+        """Of the commit sent in this session."""
         self._down_since = time.monotonic()
         self._reported_at = 0.0
         self._was_attached = False
@@ -329,8 +331,9 @@ class Client:
 
     def _commit_message(self, session: Reception) -> m.FromMember | None:
         state = self._commit
-        if state is None or state.number <= self._acknowledged_number:
+        if state is None or state.number <= self._sent_number:
             return None
+        self._sent_number = state.number
         return m.Commit(
             term=session.term, session=session.session, number=state.number, trained=state.trained
         )
@@ -343,6 +346,7 @@ class Client:
         self._counts = self._counts._replace(attached=True, link_down_seconds=down)
         self._was_attached = True
         self._closing_reason = None
+        self._sent_number = self._acknowledged_number
         self.granted.set()
 
     def _mark_down(self) -> None:

@@ -169,9 +169,8 @@ class Delivery:
         """The member's leases go back; it may attach again and claim those it still holds."""
         session = self.session
         if session is not None and sender == session.sender:
-            logger.warning("member %s is gone", session.member)
-            self._requeue(session.leased | session.offered)
-            self.session = None
+            logger.warning("member %s of group %s is gone", session.member, session.group)
+            self._end_session(session)
 
     def next_chunk(self) -> list[Action]:
         """The next chunk to send, if credit allows one."""
@@ -206,7 +205,7 @@ class Delivery:
 
     def _grant(self, sender: bytes, fence: m.Fence) -> list[Action]:
         if self.session is not None:
-            self._requeue(self.session.leased | self.session.offered)
+            self._end_session(self.session)
         self._term += 1
         self.session = session = Session(sender, fence, self._term)
         granted = m.Granted(
@@ -261,7 +260,8 @@ class Delivery:
             case m.Commit():
                 return self._commit(session, message)
             case m.Bye():
-                self.disconnected(session.sender)
+                logger.info("member %s of group %s left", session.member, session.group)
+                self._end_session(session)
         return []
 
     def _granted(self, session: Session, ids: list[SampleId]) -> list[Action]:
@@ -358,6 +358,10 @@ class Delivery:
         return [end]
 
     # bookkeeping
+
+    def _end_session(self, session: Session) -> None:
+        self._requeue(session.leased | session.offered)
+        self.session = None
 
     def _enqueue_new(self, header: SampleHeader) -> None:
         self._sequence[header.id] = len(self._sequence)
