@@ -46,6 +46,7 @@ def producer_snapshot(statistics: ProducerStatistics) -> Snapshot:
         "prompts": statistics.prompts,
         "samples": statistics.samples,
         "tokens": statistics.tokens,
+        "captured": statistics.captured,
         "response_tokens": statistics.response_tokens,
         "logical_bytes": spool.logical_bytes if spool else 0,
         "encoded_bytes": spool.encoded_bytes if spool else 0,

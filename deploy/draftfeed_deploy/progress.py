@@ -108,7 +108,7 @@ def _producer_rows(
     return [
         ("phase", snapshot["phase"], None),
         ("samples", f"{done[0]} of {done[1]}", done),
-        ("capture", f"{rates('tokens'):.1f} tokens/s", None),
+        ("capture", f"{rates('captured'):.1f} tokens/s", None),
         ("stream", _stream(snapshot, rates), None),
         ("spool", f"{_bytes(spool[0])} of {_bytes(spool[1])}", spool),
         ("committed", f"{snapshot['committed']} ({snapshot['leased']} leased)", None),

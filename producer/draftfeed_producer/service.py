@@ -33,7 +33,9 @@ class ProducerStatistics(NamedTuple):
     samples: int
     """Generated since the process began."""
     tokens: int
-    """Fed tokens of those: rows captured."""
+    """Fed tokens of those: their rows."""
+    captured: int
+    """Rows captured, of samples still being generated too."""
     response_tokens: int
     counters: tuple[LayerCounters, ...]
     """Per layer, summed over those."""
@@ -99,6 +101,7 @@ class ProducerService:
             self._prompts,
             self._samples,
             self._tokens,
+            self._engine.captured if self._engine else 0,
             self._response_tokens,
             self._counters,
             self._spool_full_seconds,

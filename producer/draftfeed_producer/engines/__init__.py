@@ -29,6 +29,11 @@ class Engine(Protocol):
 
     descriptor: Descriptor
 
+    @property
+    def captured(self) -> int:
+        """Rows captured so far, those of samples still being generated included."""
+        ...
+
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
         """Pulls a prompt whenever there is room for one, yields samples as they are finished.
 

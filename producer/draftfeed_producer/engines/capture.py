@@ -28,6 +28,8 @@ class BlockTap:
         self._rows = torch.empty(0, len(blocks), hidden_size, dtype=torch.float16)
         self._counters = torch.empty(0, len(blocks), COUNTERS, dtype=torch.int32)
         self._filled = torch.empty(0, dtype=torch.bool)
+        self.captured = 0
+        """Rows taken since this tap was made, of samples that are not finished too."""
 
     def begin(self, lengths: Sequence[int], max_new_tokens: int) -> None:
         """Starts a batch of left-padded prompts of these lengths, in tokens."""
@@ -109,7 +111,9 @@ class BlockTap:
             return  # some block was passed over: these rows stay missing, and are found missing
         packed = self._packed[: len(row_map)].cpu()
         gather_packed(packed, row_map, self._rows, self._counters)
-        self._filled[row_map[row_map >= 0].long()] = True
+        slots = row_map[row_map >= 0].long()
+        self._filled[slots] = True
+        self.captured += len(slots)
 
     def _row_map(self, columns: int) -> Tensor:
         """int32 [sequences * columns]"""

@@ -93,6 +93,7 @@ class SyntheticEngine:
         self.descriptor = config.descriptor()
         self._config = config
         self._stopped = threading.Event()
+        self.captured = 0
 
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
         """See `Engine.run`."""
@@ -103,6 +104,7 @@ class SyntheticEngine:
             sample = synthetic_sample(prompt.id, self._config, prompt.key)
             if self._stopped.wait(pace.delay_seconds(len(sample.hidden_states))):
                 return
+            self.captured += len(sample.hidden_states)
             yield sample
 
     def stop(self) -> None:

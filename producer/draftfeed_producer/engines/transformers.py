@@ -75,6 +75,10 @@ class TransformersEngine:
                     incomplete.append(prompt)
             yield from self._again(incomplete)
 
+    @property
+    def captured(self) -> int:
+        return self._tap.captured
+
     def stop(self) -> None:
         self._stopped.set()
 
