@@ -10,7 +10,7 @@ from draftfeed_deploy import smollm2
 from draftfeed_producer.target import TargetConfig, load_target
 
 # The first test on a machine makes the directory, which takes half a minute or more.
-pytestmark = [pytest.mark.xdist_group("smollm2"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 # The first test on a machine makes the SmolLM2 directory, which takes half a minute or more.
-pytestmark = [pytest.mark.xdist_group("engine_parity"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 NEW_TOKENS = 10
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
