@@ -1,0 +1,186 @@
+"""Test vectors of the protocol, made by draftfeed_proto and kept in the files beside this one.
+
+Run by hand (`python proto/vectors/make.py`), and only when the protocol itself changes: a vector
+that comes out different from its file means that old peers and old spools can no longer be read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from draftfeed_proto import chunk, codecs, sample
+from draftfeed_proto import messages as m
+from draftfeed_proto.descriptor import Descriptor, Expectation
+from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.sample import LayerCounters, Sample
+
+HERE = Path(__file__).parent
+DATASET = "0123456789abcdef"
+MINIMAL = Descriptor(
+    model="tiny",
+    revision="",
+    tokenizer_hash="t",
+    chat_template_hash="c",
+    layer_ids=(1,),
+    num_layers=4,
+    hidden_size=8,
+    vocab_size=256,
+)
+FULL = Descriptor(
+    model='org/"tïny"\n',
+    revision="r1",
+    tokenizer_hash="a" * 64,
+    chat_template_hash="b" * 64,
+    layer_ids=(1, 16, 31, 46, 61),
+    num_layers=64,
+    hidden_size=5120,
+    vocab_size=151936,
+    dtype="bf16",
+    final="prenorm",
+)
+SAMPLE = Sample(
+    id=SampleId(DATASET, 1, 2, 300),
+    key="prompt-300",
+    input_ids=np.array([0, 1, 70_000, 255, 2], np.int32),
+    loss_mask=np.array([0, 0, 0, 1, 1], np.uint8),
+    # Rows, layers and channels are told apart by their values: 100 * row + 10 * layer + channel.
+    hidden_states=np.array(
+        [[[100 * r + 10 * l + c for c in range(8)] for l in range(2)] for r in range(4)],  # noqa: E741
+        np.float16,
+    ),
+    counters=(LayerCounters(0, 1, 2, 3), LayerCounters(4, 5, 6, 7)),
+    finish_reason="stop",
+    sampling={"temperature": 0.5, "seed": 7, "stop_token_ids": [2, 3], "top_k": None},
+)
+RANGES = IdSet(
+    SampleId(DATASET, e, s, i) for e, s, i in ((0, 0, 0), (0, 0, 1), (0, 0, 5), (1, 2, 300))
+)
+
+
+def files() -> dict[str, str]:
+    """Name and text of every vector file."""
+    vectors = {
+        "messages.json": messages(),
+        "chunks.json": chunks(),
+        "descriptors.json": [descriptor(each) for each in (MINIMAL, FULL)],
+        "ids.json": ids(),
+        "sample.json": whole_sample(),
+    }
+    return {name: _text(value) for name, value in vectors.items()}
+
+
+def _text(value: Any) -> str:
+    """JSON with one entry a line."""
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {json.dumps(inner)}" for key, inner in value.items()]
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+    return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]\n"
+
+
+def messages() -> list[dict[str, Any]]:
+    here: dict[str, Any] = {"term": 7, "session": "00ff"}
+    id = SAMPLE.id
+    trained = RANGES.to_wire()
+    fence: dict[str, Any] = {"group": "run", "member": "0", "incarnation": "i"}
+    expect = Expectation(stream_id=FULL.stream_id(), layer_ids=(1, 16), hidden_size=8, dtype="fp16")
+    granted: dict[str, Any] = {
+        "stream_id": MINIMAL.stream_id(),
+        "committed": [],
+        "commit_number": 0,
+    }
+    pairs: list[tuple[str, m.Message]] = [
+        ("minimal", m.Fence(**fence)),
+        ("full", m.Fence(**fence, version=(1, 0), expect=expect)),
+        ("minimal", m.Open(**here, trained=[])),
+        ("full", m.Open(**here, trained=trained, held=[id])),
+        ("full", m.Grant(**here, ids=[id])),
+        ("full", m.Credit(**here, total_bytes=1 << 40)),
+        ("full", m.Nack(**here, id=id, reason="checksum")),
+        ("full", m.Reject(**here, id=id, reason="non-finite")),
+        ("full", m.Release(**here, ids=[id, id])),
+        ("full", m.Commit(**here, number=3, trained=trained)),
+        ("minimal", m.Bye(**here)),
+        ("full", m.Bye(**here, reason="done")),
+        ("minimal", m.Granted(**here, descriptor=MINIMAL, **granted)),
+        (
+            "full",
+            m.Granted(
+                **here,
+                descriptor=FULL,
+                stream_id=FULL.stream_id(),
+                committed=trained,
+                commit_number=2,
+            ),
+        ),
+        ("full", m.Refused(code="mismatch", reason="hidden_size")),
+        ("full", m.Opened(**here)),
+        ("full", m.Offer(**here, samples=[(id, 153)])),
+        ("full", m.Begin(**here, header=header())),
+        ("full", m.Chunk(**here, id=id, index=1)),
+        ("full", m.Committed(**here, number=3)),
+        ("full", m.EndOfSamples(**here)),
+        ("full", m.AllTerminal(**here)),
+        ("full", m.Closing(**here, reason="restart")),
+        ("full", m.Ping(**here)),
+    ]
+    return [
+        {"name": name, "message": msgspec.to_builtins(message), "hex": m.encode(message).hex()}
+        for name, message in pairs
+    ]
+
+
+def frames() -> list[bytes]:
+    """Of SAMPLE, raw and three rows to a chunk, so that a second chunk of states starts at 3."""
+    return list(sample.encode_chunks(SAMPLE, codecs.by_name("raw"), chunk_bytes=3 * 2 * 2 * 8))
+
+
+def header() -> sample.SampleHeader:
+    size = sum(map(len, frames()))
+    return sample.header_of(SAMPLE, chunks=len(frames()), encoded_bytes=size, audit=True)
+
+
+def compressible() -> np.ndarray:
+    """fp16 [16, 2, 8], the states of SAMPLE four times."""
+    return np.concatenate([SAMPLE.hidden_states] * 4)
+
+
+def chunks() -> list[dict[str, Any]]:
+    """zstd's output differs between versions of the library: its vector freezes decoding alone."""
+    tokens, first, second = frames()
+    zstd = chunk.encode_states(compressible(), 4, codecs.by_name("zstd"))
+    named = {"tokens": tokens, "raw": first, "raw-last": second, "zstd": zstd}
+    return [
+        {"name": name, "decoded": chunk.decode_chunk(frame)[1].hex(), "frame": frame.hex()}
+        for name, frame in named.items()
+    ]
+
+
+def descriptor(value: Descriptor) -> dict[str, Any]:
+    return {
+        "descriptor": msgspec.to_builtins(value),
+        "hashed": msgspec.json.encode(value).decode(),
+        "stream_id": value.stream_id(),
+    }
+
+
+def ids() -> dict[str, Any]:
+    return {"ids": [str(id) for id in RANGES], "wire": RANGES.to_wire()}
+
+
+def whole_sample() -> dict[str, Any]:
+    return {
+        "header": msgspec.msgpack.encode(header()).hex(),
+        "frames": [frame.hex() for frame in frames()],
+        "input_ids": SAMPLE.input_ids.tolist(),
+        "loss_mask": SAMPLE.loss_mask.tolist(),
+        "hidden_states": SAMPLE.hidden_states.tolist(),
+        "digest": SAMPLE.digest(),
+    }
+
+
+if __name__ == "__main__":
+    for name, text in files().items():
+        (HERE / name).write_text(text)

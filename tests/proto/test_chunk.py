@@ -1,0 +1,271 @@
+import math
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftfeed_proto import chunk, codecs
+from draftfeed_proto.chunk import ChunkKind
+from draftfeed_proto.errors import (
+    ChecksumMismatch,
+    ChunkError,
+    LimitExceeded,
+    MalformedChunk,
+    ProtoError,
+    UnknownCodec,
+)
+from draftfeed_proto.limits import MAX_CHUNK_BYTES
+from frames import HEADER_BYTES, forge
+
+every_codec = pytest.mark.parametrize(
+    "codec", [codecs.by_name(name) for name in codecs.names()], ids=codecs.names()
+)
+
+
+def states(rows: int, layers: int, hidden: int, dtype: Any = np.float16) -> np.ndarray:
+    """Few different values, so that zstd shrinks even small ones."""
+    rng = np.random.default_rng(rows)
+    words = rng.integers(0, 4, (rows, layers, hidden), np.uint16) + 0x3C00
+    return words.astype(np.uint16).view(dtype)
+
+
+def tokens(n: int = 5) -> bytes:
+    return chunk.encode_tokens(np.arange(n, dtype=np.int32), np.ones(n, np.uint8))
+
+
+RAW = chunk.encode_states(states(3, 2, 4), 1, codecs.by_name("raw"))
+ZSTD = chunk.encode_states(states(16, 2, 8), 1, codecs.by_name("zstd"))
+FRAMES = {"raw": RAW, "zstd": ZSTD, "tokens": tokens()}
+every_frame = pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES.keys())
+
+
+def decode(frame: chunk.Frame) -> tuple[Any, ...]:
+    """Through the door that a consumer uses for this kind."""
+    header = chunk.read_header(frame)
+    if header.kind is ChunkKind.TOKENS:
+        return chunk.decode_tokens(frame)
+    out = np.zeros((header.first_row + header.rows, header.layers, header.hidden), np.uint16)
+    chunk.decode_states(frame, out)
+    return (out,)
+
+
+@every_codec
+@pytest.mark.parametrize("dtype", [np.float16, np.uint16, np.int16])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1), (1, 1, 2), (7, 1, 3), (1, 64, 8), (5, 5, 64), (300, 3, 17)], ids=str
+)
+def test_states_come_back(codec: codecs.Codec, dtype: Any, shape: tuple[int, int, int]) -> None:
+    values = states(*shape, dtype)
+    out = np.zeros((shape[0] + 3, *shape[1:]), dtype)
+    header = chunk.decode_states(chunk.encode_states(values, 2, codec), out)
+    assert (header.first_row, header.rows, header.layers, header.hidden) == (2, *shape)
+    assert np.array_equal(out[2:-1], values)
+    assert not out[:2].any()
+    assert not out[-1].any()
+
+
+@every_codec
+def test_every_16_bit_pattern_comes_back(codec: codecs.Codec) -> None:
+    """NaN payloads, signalling NaNs, denormals and both zeros included."""
+    values = np.arange(1 << 16, dtype=np.uint16).reshape(64, 2, 512)
+    out = np.zeros(values.shape, np.float16)
+    chunk.decode_states(chunk.encode_states(values.view(np.float16), 0, codec), out)
+    assert np.array_equal(out.view(np.uint16), values)
+
+
+@every_codec
+@given(data=st.data())
+def test_any_layout_comes_back(codec: codecs.Codec, data: st.DataObject) -> None:
+    """Slices, steps, reversed and transposed arrays, as an engine may hand over."""
+    shape = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 9)))
+    size = 2 * math.prod(shape)
+    bits = data.draw(st.binary(min_size=size, max_size=size))
+    base = np.frombuffer(bits, np.uint16).reshape(shape)
+    step = st.sampled_from([1, 2, -1])
+    values = base[tuple(slice(None, None, data.draw(step)) for _ in shape)]
+    values = values.transpose(data.draw(st.permutations(range(3))))
+    out = np.zeros(values.shape, np.uint16)
+    chunk.decode_states(chunk.encode_states(values, 0, codec), out)
+    assert np.array_equal(out, values)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 1)), min_size=1, max_size=50))
+def test_tokens_come_back_writable(pairs: list[tuple[int, int]]) -> None:
+    ids, mask = np.array(pairs).T
+    back = chunk.decode_tokens(chunk.encode_tokens(ids.astype(np.int32), mask.astype(np.uint8)))
+    assert [array.dtype for array in back] == [np.int32, np.uint8]
+    assert np.array_equal(back, [ids, mask])
+    for array in back:
+        array[0] = 0  # a trainer may mask more than we did
+
+
+@every_frame
+def test_frames_come_from_any_buffer(frame: bytes) -> None:
+    whole = decode(frame)
+    for view in (bytearray(frame), memoryview(frame), memoryview(b"x" + frame)[1:]):
+        assert all(map(np.array_equal, decode(view), whole))
+
+
+def test_values_that_do_not_shrink_are_sent_raw() -> None:
+    noise = np.frombuffer(np.random.default_rng(0).bytes(512), np.uint16).reshape(8, 4, 8)
+    frame = chunk.encode_states(noise, 0, codecs.by_name("zstd"))
+    assert chunk.read_header(frame).codec == codecs.by_name("raw").number
+    assert np.array_equal(decode(frame)[0], noise)
+
+
+@every_frame
+def test_every_flipped_byte_is_noticed(frame: bytes) -> None:
+    for at in range(len(frame)):
+        for flip in (0x01, 0x80, 0xFF):
+            bad = bytearray(frame)
+            bad[at] ^= flip
+            with pytest.raises((ChunkError, LimitExceeded)):
+                decode(bad)
+
+
+@every_frame
+def test_every_truncation_is_noticed(frame: bytes) -> None:
+    for length in range(len(frame)):
+        with pytest.raises(MalformedChunk):
+            decode(frame[:length])
+
+
+@every_frame
+def test_trailing_bytes_are_noticed(frame: bytes) -> None:
+    with pytest.raises(MalformedChunk, match="its header says"):
+        decode(frame + b"\0")
+
+
+def test_bytes_changed_in_flight_are_told_from_a_bad_encoder() -> None:
+    with pytest.raises(ChecksumMismatch) as caught:
+        decode(RAW[:-1] + bytes([RAW[-1] ^ 1]))
+    assert caught.value.expected != caught.value.actual
+
+
+HALF = bytes(24)
+LIES: dict[str, tuple[bytes, type[ProtoError]]] = {
+    "magic": (forge(RAW, magic=b"DFC2"), MalformedChunk),
+    "kind": (forge(RAW, kind=2), MalformedChunk),
+    "tokens kind": (forge(RAW, kind=0), MalformedChunk),
+    "states kind": (forge(tokens(), kind=1), MalformedChunk),
+    "codec": (forge(RAW, codec=2), UnknownCodec),
+    "raw called zstd": (forge(RAW, codec=1), MalformedChunk),
+    "zstd called raw": (forge(ZSTD, codec=0), MalformedChunk),
+    "flags": (forge(RAW, flags=1), MalformedChunk),
+    "reserved": (forge(RAW, reserved=1), MalformedChunk),
+    "no rows": (forge(RAW, rows=0, decoded_bytes=0, encoded_bytes=0), MalformedChunk),
+    "no layers": (forge(RAW, layers=0), MalformedChunk),
+    "no hidden": (forge(RAW, hidden=0), MalformedChunk),
+    "too many layers": (forge(RAW, layers=65), LimitExceeded),
+    "too much hidden": (forge(RAW, hidden=(1 << 16) + 1), LimitExceeded),
+    "too many rows": (forge(RAW, rows=1 << 21), LimitExceeded),
+    "rows past the end of a sample": (forge(RAW, first_row=1 << 20), LimitExceeded),
+    "first row wraps at 32 bits": (forge(RAW, first_row=(1 << 32) - 1), LimitExceeded),
+    "product wraps at 32 bits": (
+        forge(RAW, rows=1 << 16, layers=2, hidden=1 << 14, decoded_bytes=0),
+        MalformedChunk,
+    ),
+    "decoded too large": (forge(RAW, decoded_bytes=MAX_CHUNK_BYTES + 1), LimitExceeded),
+    "encoded too large": (forge(RAW, encoded_bytes=MAX_CHUNK_BYTES + 1), LimitExceeded),
+    "decoded is not the product": (forge(RAW, decoded_bytes=46), MalformedChunk),
+    "encoded above decoded": (forge(ZSTD, payload=bytes(513)), MalformedChunk),
+    "payload too short": (forge(RAW, payload=HALF), MalformedChunk),
+    "empty payload": (forge(ZSTD, payload=b""), MalformedChunk),
+    "8 MiB in 48 raw bytes": (
+        forge(RAW, rows=1 << 10, layers=2, hidden=1 << 11, decoded_bytes=8 << 20),
+        MalformedChunk,
+    ),
+    "8 MiB in 100 zstd bytes": (
+        forge(
+            ZSTD,
+            payload=ZSTD[HEADER_BYTES:][:100],
+            rows=1 << 10,
+            layers=2,
+            hidden=1 << 11,
+            decoded_bytes=8 << 20,
+        ),
+        MalformedChunk,
+    ),
+    "tokens with a first row": (forge(tokens(), first_row=1), MalformedChunk),
+    "tokens with layers": (forge(tokens(), layers=1), MalformedChunk),
+    "tokens with hidden": (forge(tokens(), hidden=1), MalformedChunk),
+    "negative token id": (forge(tokens(), payload=b"\xff" * 4 + bytes(21)), MalformedChunk),
+    "mask of 2": (forge(tokens(), payload=bytes(24) + b"\x02"), MalformedChunk),
+}
+
+
+@pytest.mark.parametrize(("frame", "error"), LIES.values(), ids=LIES.keys())
+def test_lies_under_a_good_checksum_are_refused_before_memory_is_taken(
+    frame: bytes, error: type[ProtoError]
+) -> None:
+    tracemalloc.start()
+    with pytest.raises(error):
+        chunk.decode_tokens(frame) if frame[4] == 0 else chunk.decode_chunk(frame)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 200_000
+
+
+def test_forged_frames_without_a_lie_are_good() -> None:
+    for frame in FRAMES.values():
+        assert forge(frame) == frame
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4), (4, 1, 4), (4, 2, 5), (4, 4, 2)], ids=str)
+def test_states_of_another_shape_are_not_written(shape: tuple[int, int, int]) -> None:
+    out = np.zeros(shape, np.float16)
+    with pytest.raises(MalformedChunk):
+        chunk.decode_states(RAW, out)  # rows 1..4 of [2, 4]
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("decoder", "frame"),
+    [
+        (lambda frame: chunk.decode_states(frame, np.zeros((9, 2, 4), np.float16)), tokens()),
+        (chunk.decode_tokens, RAW),
+    ],
+)
+def test_one_kind_is_not_taken_for_the_other(decoder: Any, frame: bytes) -> None:
+    with pytest.raises(MalformedChunk):
+        decoder(frame)
+
+
+def test_out_of_another_size_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="out has 10 bytes"):
+        chunk.decode_chunk(RAW, memoryview(bytearray(10)))
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_never_a_chunk(noise: bytes) -> None:
+    with pytest.raises(ProtoError):
+        decode(noise)
+
+
+@given(st.data())
+def test_hostile_headers_are_refused_or_decoded_right(data: st.DataObject) -> None:
+    """Any header under a good checksum: an error of ours, or exactly what the header says."""
+    small = st.integers(0, 9)
+    number = st.one_of(small, st.integers(0, 2**32 - 1))
+    lies = {
+        "kind": data.draw(st.integers(0, 2)),
+        "codec": data.draw(st.integers(0, 2)),
+        "layers": data.draw(st.one_of(small, st.integers(0, 2**16 - 1))),
+        **{name: data.draw(number) for name in ("first_row", "rows", "hidden", "decoded_bytes")},
+    }
+    frame = forge(RAW, payload=data.draw(st.binary(max_size=80)), **lies)
+    try:
+        header, values = chunk.decode_chunk(frame)
+    except ProtoError:
+        return
+    assert values.nbytes == header.decoded_bytes == lies["decoded_bytes"]
+
+
+def test_the_widest_row_fits_one_chunk() -> None:
+    values = np.zeros((1, 64, 1 << 16), np.float16)
+    frame = chunk.encode_states(values, 0, codecs.by_name("raw"))
+    assert chunk.read_header(frame).decoded_bytes == MAX_CHUNK_BYTES
+    chunk.decode_states(frame, values)

@@ -1,0 +1,131 @@
+import time
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftfeed_proto.errors import MalformedMessage
+from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.limits import MAX_ORDINALS
+
+A, B = "a" * 16, "0123456789abcdef"
+ids = st.builds(
+    SampleId, st.sampled_from([A, B]), st.integers(0, 1), st.integers(0, 1), st.integers(0, 12)
+)
+sets = st.sets(ids, max_size=40)
+steps = st.lists(st.tuples(st.sampled_from(["add", "discard", "update"]), ids, sets), max_size=30)
+
+
+@given(steps)
+def test_behaves_like_a_set(steps: list[tuple[str, SampleId, set[SampleId]]]) -> None:
+    ours, plain = IdSet(), set[SampleId]()
+    for operation, id, many in steps:
+        argument = many if operation == "update" else id
+        getattr(ours, operation)(argument)
+        getattr(plain, operation)(argument)
+        assert (id in ours) == (id in plain)
+    assert list(ours) == sorted(plain)
+    assert len(ours) == len(plain)
+    assert ours == IdSet(plain), "one set has one representation"
+
+
+@given(sets, sets)
+def test_difference_and_union_are_those_of_sets(left: set[SampleId], right: set[SampleId]) -> None:
+    assert list(IdSet(left) - IdSet(right)) == sorted(left - right)
+    union = IdSet(left)
+    union.update(IdSet(right))
+    assert list(union) == sorted(left | right)
+
+
+@given(sets)
+def test_survives_the_wire_and_shares_nothing_with_it(plain: set[SampleId]) -> None:
+    ours = IdSet(plain)
+    wire = msgpack.unpackb(msgpack.packb(ours.to_wire()))
+    back = IdSet.from_wire(wire)
+    assert back == ours
+    twin = ours.copy()
+    for id in plain:
+        twin.discard(id)
+    assert len(twin) == 0
+    assert twin == IdSet()
+    assert back == ours
+
+
+def test_ids_trained_nearly_in_order_stay_one_range() -> None:
+    ids = IdSet()
+    for start in range(0, 4096, 64):
+        for offset in range(64):
+            ids.add(SampleId(A, 0, 0, start + offset * 37 % 64))
+    assert ids.to_wire() == [(A, 0, 0, [0, 4096])]
+
+
+HOSTILE_EDGES = {
+    "odd": [0],
+    "none": [],
+    "empty range": [3, 3],
+    "falling": [5, 3],
+    "touching": [0, 2, 2, 4],
+    "overlapping": [0, 5, 3, 8],
+    "negative": [-1, 5],
+    "beyond any file": [0, MAX_ORDINALS + 1],
+    "beyond 64 bits": [0, 2**64],
+}
+
+
+@pytest.mark.parametrize("edges", HOSTILE_EDGES.values(), ids=HOSTILE_EDGES.keys())
+def test_ranges_that_are_not_rising_pairs_are_refused(edges: list[int]) -> None:
+    with pytest.raises(MalformedMessage, match="not rising pairs"):
+        IdSet.from_wire([(A, 0, 0, edges)])
+
+
+def test_one_partition_twice_is_refused_instead_of_losing_its_first_half() -> None:
+    with pytest.raises(MalformedMessage, match="come twice"):
+        IdSet.from_wire([(A, 0, 0, [0, 5]), (A, 0, 0, [7, 8])])
+
+
+def test_a_peer_that_claims_a_trillion_ids_costs_no_time() -> None:
+    began = time.monotonic()
+    claimed = IdSet.from_wire([(A, 0, shard, [0, MAX_ORDINALS]) for shard in range(1000)])
+    known = IdSet([SampleId(A, 0, 3, 7)])
+    assert len(claimed) == 1000 * MAX_ORDINALS
+    assert "in 1000 partitions" in repr(claimed)
+    assert len(claimed - known) == 1000 * MAX_ORDINALS - 1
+    assert len(known - claimed) == 0
+    assert next(iter(claimed - known)) == SampleId(A, 0, 0, 0)
+    claimed.update(known)
+    claimed.discard(SampleId(A, 0, 3, 7))
+    assert SampleId(A, 0, 3, 7) not in claimed
+    assert time.monotonic() - began < 2
+
+
+@given(ids)
+def test_text_of_an_id_is_parsed_back(id: SampleId) -> None:
+    assert SampleId.parse(str(id)) == id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        f"{A}/0/0",
+        f"{A}/0/0/1/2",
+        f"{A}/0/0/-1",
+        f"{A}/0/0/+1",
+        f"{A}/0/0/ 1",
+        f"{A}/0/0/1\n",
+        f"{A}/0/0/1_0",
+        f"{A}/0/0/01",
+        f"{A}/0/0/\u0661",
+        f"{A}/0/0/1.0",
+        f"{A}/0/0/{2**40}",
+        f"{A}/0/{2**63}/0",
+        f"{A.upper()}/0/0/1",
+        f"{A[1:]}/0/0/1",
+        f"{A}\n/0/0/1",
+    ],
+)
+def test_what_str_would_not_write_is_no_id(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a sample id"):
+        SampleId.parse(text)
