@@ -133,7 +133,7 @@ class Offer(InSession, frozen=True, kw_only=True):
 
 
 class Begin(InSession, frozen=True, kw_only=True):
-    """The chunks of one sample follow, in order, nothing between them."""
+    """The chunks of one sample follow in order, with no other sample's between them."""
 
     header: SampleHeader
 

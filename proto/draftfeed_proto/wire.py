@@ -73,6 +73,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) != len(pairs):
         raise ValueError("a map has one key twice")
+    if not all(isinstance(key, str) for key in values):
+        raise ValueError("a key is not a string")
     return values
 
 

@@ -86,11 +86,7 @@ def messages() -> list[dict[str, Any]]:
     trained = RANGES.to_wire()
     fence: dict[str, Any] = {"group": "run", "member": "0", "incarnation": "i"}
     expect = Expectation(stream_id=FULL.stream_id(), layer_ids=(1, 16), hidden_size=8, dtype="fp16")
-    granted: dict[str, Any] = {
-        "stream_id": MINIMAL.stream_id(),
-        "committed": [],
-        "commit_number": 0,
-    }
+    granted: dict[str, Any] = {"committed": [], "commit_number": 0}
     pairs: list[tuple[str, m.Message]] = [
         ("minimal", m.Fence(**fence)),
         ("full", m.Fence(**fence, version=(1, 0), expect=expect)),
@@ -104,7 +100,10 @@ def messages() -> list[dict[str, Any]]:
         ("full", m.Commit(**here, number=3, trained=trained)),
         ("minimal", m.Bye(**here)),
         ("full", m.Bye(**here, reason="done")),
-        ("minimal", m.Granted(**here, descriptor=MINIMAL, **granted)),
+        (
+            "minimal",
+            m.Granted(**here, descriptor=MINIMAL, stream_id=MINIMAL.stream_id(), **granted),
+        ),
         (
             "full",
             m.Granted(

@@ -36,7 +36,7 @@ def test_every_field_changes_the_stream_id(field: str) -> None:
     assert msgspec.convert(msgspec.to_builtins(changed), Descriptor) == changed
 
 
-@pytest.mark.parametrize("field", set(OTHER) - {"schema"})
+@pytest.mark.parametrize("field", [field for field in OTHER if field != "schema"])
 def test_mismatch_names_the_field_and_both_values(field: str) -> None:
     """Layer ids of another tool, or the formula's where the drafter used others: same shapes."""
     expect = msgspec.structs.replace(Expectation(), **{field: OTHER[field]})

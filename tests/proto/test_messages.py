@@ -191,6 +191,7 @@ HOSTILE: dict[str, bytes] = {
     "same key twice": with_field(b"reason", pack("other")),
     "same type twice": with_field(b"type", pack("Bye")),
     "keys are bytes": pack({key.encode(): value for key, value in REJECT.items()}),
+    "one key is bytes": pack({**REJECT, b"x": 2}),
     "key is a number": pack({**REJECT, 1: 2}),
     "string is bytes": pack({**REJECT, "reason": b"why"}),
     "string is not UTF-8": pack(REJECT).replace(b"non-finite", b"non-\xff\xfe\xfdite"),
