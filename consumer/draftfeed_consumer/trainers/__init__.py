@@ -1,0 +1,129 @@
+"""Trainers: other people's, fed from a stream.
+
+A trainer is a function `train(stream, run)`: it iterates the stream, acknowledges what an
+optimizer step has used, makes checkpoints that hold the stream's state, and returns at the end
+of the samples. `[trainer] kind = "specforge"` is the one we ship; `function = "module:function"`
+is anyone's.
+"""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from draftfeed_consumer.errors import TrainerError
+from draftfeed_consumer.policy import Policy
+from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.ids import SampleId
+
+Item = dict[str, Any]
+
+
+class SampleStream(Protocol):
+    """What a trainer needs of `HiddenStateStream`, where each call is explained.
+
+    Iteration may run in another thread than the rest.
+    """
+
+    @property
+    def descriptor(self) -> Descriptor: ...
+    def __iter__(self) -> Iterator[Item]: ...
+    def release(self, ids: Iterable[SampleId]) -> None: ...
+    def trained(
+        self, ids: Iterable[SampleId], step: int, metrics: dict[str, float] | None = None
+    ) -> None: ...
+    def reject(self, id: SampleId, reason: str) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def committed(self, state: dict[str, Any]) -> None: ...
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kind: str | None = None
+    """A trainer we ship: "specforge"."""
+    function: str | None = None
+    """Anyone's: "module:function", called as `function(stream, run)`."""
+    target: Path
+    """Model directory of the target: config, tokenizer, embedding and head are read from it."""
+    output_dir: Path
+    threads: int = 1
+    """Of torch."""
+    policy: Policy = Policy()
+    options: dict[str, Any] = {}
+    """The trainer's own."""
+
+
+class TrainerRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a training function is given beside the stream."""
+
+    output_dir: Path
+    target: Path
+    options: dict[str, Any]
+    threads: int = 1
+    policy: Policy = Policy()
+
+
+class TrainResult(NamedTuple):
+    steps: int
+    """Optimizer steps, those before a resume included."""
+    trained: int
+    """Samples, in this process."""
+    rejected: int
+    tail: tuple[SampleId, ...]
+    """Received but not trained, because they did not fill an optimizer step."""
+    checkpoint: Path | None
+    """The last one that is durable."""
+
+
+Train = Callable[[SampleStream, TrainerRun], Any]
+
+
+def load(config: TrainerConfig) -> tuple[Train, TrainerRun]:
+    """The training function and its arguments, checked as far as can be without a stream.
+
+    Raises TrainerError.
+    """
+    if (config.kind is None) == (config.function is None):
+        raise TrainerError('needs either kind = "specforge" or function = "module:function"')
+    if not (config.target / "config.json").is_file():
+        raise TrainerError(f"target {config.target} is not a model directory: no config.json")
+    if config.threads < 1:
+        raise TrainerError(f"threads is {config.threads}; at least one is needed")
+    run = TrainerRun(
+        output_dir=config.output_dir,
+        target=config.target,
+        options=config.options,
+        threads=config.threads,
+        policy=config.policy,
+    )
+    if config.function is not None:
+        return resolve(config.function), run
+    return _shipped(config.kind, run), run
+
+
+def resolve(name: str) -> Train:
+    """ "module:function" as the function. Raises TrainerError."""
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise TrainerError(f'function = {name!r} is not of the form "module:function"')
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise TrainerError(
+            f"cannot import {module_name!r} of function = {name!r}: {error}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise TrainerError(f"{module_name!r} has no function {function_name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def _shipped(kind: str | None, run: TrainerRun) -> Train:
+    if kind != "specforge":
+        raise TrainerError(f'kind = {kind!r} is not known; there is "specforge"')
+    from draftfeed_consumer.trainers import specforge
+
+    specforge.check(run)
+    return specforge.train

@@ -1,0 +1,336 @@
+"""SpecForge's three extension points, filled with a stream.
+
+    stream -> Feeder -> Shelf <- ShelfStore (SpecForge fetches tensors)
+                                 Ledger     (SpecForge says what a step has used)
+                                 Checkpoints (SpecForge saves; our state goes along)
+
+Written against SpecForge 0.2.0; needs the `specforge` extra.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from specforge.runtime.contracts import SCHEMA_VERSION, FeatureHandle, SampleRef
+from specforge.runtime.control_plane.metadata_store import MetadataStore
+from specforge.runtime.data_plane.feature_store import FeatureStore
+from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChannel
+from specforge.training.checkpoint import CheckpointManager
+
+from draftfeed_consumer.policy import Policy, verdict
+from draftfeed_consumer.trainers import Item, SampleStream
+from draftfeed_proto.ids import SampleId
+
+logger = logging.getLogger(__name__)
+
+POINTER = "latest.json"
+ACKNOWLEDGED = "optimizer-boundary-durable-ack"
+"""SpecForge's reason for dropping a sample that was trained; every other reason is a loss."""
+
+
+class Shelved(NamedTuple):
+    id: SampleId
+    tensors: dict[str, torch.Tensor]
+
+
+class Shelf:
+    """Samples between the stream and the trainer, by name. Bounded in number.
+
+    They are copies: a whole optimizer step must be here before SpecForge starts on it, and in the
+    stream's own buffer that could be more than fits, which would be a deadlock.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._changed = threading.Condition()
+        self._samples: dict[str, Shelved] = {}
+        self._closed = False
+        self.tail: list[SampleId] = []
+
+    def wait_for_room(self) -> bool:
+        """Blocks while full. False when the shelf was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._samples) < self._capacity)
+            return not self._closed
+
+    def put(self, name: str, sample: Shelved) -> None:
+        with self._changed:
+            self._samples[name] = sample
+
+    def get(self, name: str) -> Shelved:
+        with self._changed:
+            return self._samples[name]
+
+    def drop(self, name: str, reason: str) -> None:
+        with self._changed:
+            sample = self._samples.pop(name, None)
+            if sample is not None and reason != ACKNOWLEDGED:
+                self.tail.append(sample.id)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+
+class ShelfStore(FeatureStore):  # type: ignore[misc]  # SpecForge is untyped
+    """Where SpecForge fetches tensors: on every rank."""
+
+    retain_on_release = True  # it fetches once and drops after the optimizer step
+
+    def __init__(self, shelf: Shelf, dtype: torch.dtype) -> None:
+        self._shelf, self._dtype = shelf, dtype
+
+    def get(
+        self, sample_ref: SampleRef, *, device: Any = "cpu", names: Any = None
+    ) -> tuple[dict[str, torch.Tensor], FeatureHandle]:
+        """input_ids, loss_mask int64[1, n]; hidden_states [1, n, L*H] in the training dtype."""
+        name = sample_ref.sample_id
+        tensors = dict(self._shelf.get(name).tensors)
+        # fp16 overflows inside a drafter; the stream's values are exact in fp32.
+        tensors["hidden_states"] = tensors["hidden_states"].to(self._dtype)
+        return tensors, FeatureHandle(name, 1, name)
+
+    def abort(self, sample_id: str, *, reason: str) -> None:
+        self._shelf.drop(sample_id, reason)
+
+    def release(self, handle: FeatureHandle, *, reason: str = "consumed") -> None:
+        """Nothing: `abort` ends a sample's stay."""
+
+    def adopt(self, ref: SampleRef) -> None:
+        """Nothing: whatever is known here was put here."""
+
+    def health(self) -> dict[str, Any]:
+        return {"release_pending": 0}
+
+    def put(self, tensors: Any, *, sample_id: str, metadata: Any) -> SampleRef:
+        raise NotImplementedError("samples come from the stream")
+
+
+class AckLedger(MetadataStore):  # type: ignore[misc]
+    """What SpecForge takes for its database: it only passes acknowledgements on."""
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        shelf: Shelf,
+        metrics: Callable[[], dict[str, float]],
+        step: int | None,
+    ) -> None:
+        """step: of the checkpoint resumed from; SpecForge insists that they agree."""
+        self._stream, self._shelf, self._metrics = stream, shelf, metrics
+        self._refs: dict[str, SampleRef] = {}
+        self._lock = threading.Lock()
+        self.step = step
+        self.trained = 0
+        self.error: Exception | None = None
+
+    def commit_sample(self, ref: SampleRef) -> bool:
+        with self._lock:
+            self._refs[ref.sample_id] = ref
+        return True
+
+    def is_committed(self, sample_id: str) -> bool:
+        return sample_id in self._refs
+
+    def get_committed(self, sample_id: str) -> SampleRef | None:
+        # Asked for once, right after the acknowledgement: no history is kept.
+        with self._lock:
+            return self._refs.pop(sample_id, None)
+
+    def committed_count(self) -> int:
+        return len(self._refs)
+
+    def all_committed_ids(self) -> list[str]:
+        return []  # after a resume the stream itself delivers what is missing
+
+    def record_train_ack(
+        self, sample_ids: list[str], *, global_step: int | None, optimizer_durable: bool
+    ) -> None:
+        assert optimizer_durable
+        assert global_step is not None
+        ids = [self._shelf.get(name).id for name in sample_ids]
+        try:
+            self._stream.trained(ids, global_step, self._metrics())
+        except Exception as error:
+            self.error = error  # SpecForge passes on only its text
+            raise
+        self.step = global_step
+        self.trained += len(ids)
+
+    def durable_marker(self) -> dict[str, Any]:
+        return {"acked": set(), "global_step": self.step, "optimizer_durable": True}
+
+
+class Checkpoints(CheckpointManager):  # type: ignore[misc]
+    """SpecForge's checkpoints, with the stream's state inside, durable before they are reported."""
+
+    def __init__(self, stream: SampleStream, ledger: AckLedger, **options: Any) -> None:
+        super().__init__(**options)
+        self._stream, self._ledger = stream, ledger
+        self.last: Path | None = None
+
+    def save(
+        self, state: dict[str, Any] | None, step: int, *, rank_state: dict[str, Any] | None = None
+    ) -> str:
+        assert state is not None
+        assert self._ledger.step == step, (self._ledger.step, step)
+        state["draftfeed"] = self._stream.state_dict()
+        # At the end of a stream SpecForge counts the epoch as done, and a resume would train
+        # nothing. Where we are in the data is the stream's to know.
+        state.update(epoch=0, epoch_batch=0, epoch_samples=0)
+        saved: str = super().save(state, step, rank_state=rank_state)
+        self.last = Path(saved)
+        _point_to(self.last)
+        logger.info("checkpoint of step %d in %s", step, saved)
+        self._stream.committed(state["draftfeed"])
+        return saved
+
+    @staticmethod
+    def _atomic_save(obj: Any, path: str) -> None:
+        """Before SpecForge rotates older checkpoints away, this one is on the disk."""
+        write_durably(Path(path), lambda file: torch.save(obj, file))
+        _fsync(Path(path).parent.parent)
+
+
+def _point_to(checkpoint: Path) -> None:
+    """SpecForge's `latest` link is removed and made again: it can be missing after a crash."""
+    content = json.dumps({"checkpoint": checkpoint.name}).encode()
+    write_durably(checkpoint.parent / POINTER, lambda file: file.write(content))
+
+
+def latest_checkpoint(output_dir: Path) -> Path | None:
+    """The newest durable checkpoint of a run, or None."""
+    pointer = output_dir / POINTER
+    if not pointer.is_file():
+        return None
+    return output_dir / str(json.loads(pointer.read_text())["checkpoint"])
+
+
+def write_durably(path: Path, write: Callable[[Any], Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Feeder:
+    """A thread that takes samples off the stream, judges them and hands them to SpecForge.
+
+    It waits in two places: for the stream, and for room on the shelf. The first ends when the
+    stream is closed by its owner, the second when the shelf is closed.
+    """
+
+    def __init__(
+        self, stream: SampleStream, shelf: Shelf, channel: StreamingRefChannel, policy: Policy
+    ) -> None:
+        self._stream, self._shelf, self._channel, self._policy = stream, shelf, channel, policy
+        self._thread = threading.Thread(target=self._run, name="draftfeed-feeder", daemon=True)
+        self.rejected = 0
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float = 5.0) -> None:
+        """The shelf is closed first. A thread that still waits for the stream ends with it."""
+        self._shelf.close()
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        try:
+            self._feed()
+        except BaseException as error:  # noqa: BLE001  # passed on to the training thread
+            if self._shelf.closed:
+                return
+            self.error = error
+            self._channel.fail(f"{type(error).__name__}: {error}")
+
+    def _feed(self) -> None:
+        samples: Iterator[Item] = iter(self._stream)
+        while self._shelf.wait_for_room():
+            item = next(samples, None)
+            if self._shelf.closed:
+                return
+            if item is None:
+                self._channel.close()
+                return
+            self._offer(item)
+
+    def _offer(self, item: Item) -> None:
+        id, name = item["id"], str(item["id"])
+        reason = self._fault(item)
+        if reason:
+            self.rejected += 1
+            self._stream.reject(id, reason)
+            return
+        tensors = to_tensors(item)
+        self._shelf.put(name, Shelved(id, tensors))
+        self._stream.release([id])
+        self._channel.publish(_reference(name, tensors["input_ids"].shape[1]))
+
+    def _fault(self, item: Item) -> str:
+        """Why not to train on it, or nothing."""
+        judged = verdict(self._policy, item["counters"], item["hidden_states"])
+        if judged.action == "warn":
+            logger.warning("sample %s: %s", item["id"], judged.reason)
+        if judged.action == "reject":
+            return judged.reason
+        if not has_supervised_pair(item):
+            return "no two adjacent response tokens have rows, and DFlash needs one such pair"
+        return ""
+
+
+def to_tensors(item: Item) -> dict[str, torch.Tensor]:
+    """Copies of a sample's tensors as SpecForge wants them: a leading 1, all of length n.
+
+    The last id has no row (it was sampled and never fed), so ids and mask are cut to the rows.
+    """
+    rows = item["hidden_states"].shape[0]
+    return {
+        "input_ids": item["input_ids"][:rows].long()[None],
+        "loss_mask": item["loss_mask"][:rows].long()[None],
+        "hidden_states": item["hidden_states"].flatten(1)[None].clone(),
+    }
+
+
+def has_supervised_pair(item: Item) -> bool:
+    rows = item["hidden_states"].shape[0]
+    mask = item["loss_mask"][:rows].bool()
+    return bool((mask[:-1] & mask[1:]).any())
+
+
+def _reference(name: str, tokens: int) -> SampleRef:
+    keys: Iterable[str] = ("input_ids", "loss_mask", "hidden_states")
+    return SampleRef(
+        sample_id=name,
+        run_id="draftfeed",
+        source_task_id=None,
+        feature_store_uri=f"draftfeed://{name}",
+        feature_keys={key: key for key in keys},
+        feature_specs={},
+        strategy="dflash",
+        schema_version=SCHEMA_VERSION,
+        num_tokens=tokens,
+    )
