@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -171,7 +172,10 @@ LIES: dict[str, tuple[bytes, type[ProtoError]]] = {
     "decoded too large": (forge(RAW, decoded_bytes=MAX_CHUNK_BYTES + 1), LimitExceeded),
     "encoded too large": (forge(RAW, encoded_bytes=MAX_CHUNK_BYTES + 1), LimitExceeded),
     "decoded is not the product": (forge(RAW, decoded_bytes=46), MalformedChunk),
-    "encoded above decoded": (forge(ZSTD, payload=bytes(513)), MalformedChunk),
+    "encoded above decoded": (
+        forge(RAW, codec=1, payload=zstandard.ZstdCompressor().compress(bytes(range(48)))),
+        MalformedChunk,
+    ),
     "payload too short": (forge(RAW, payload=HALF), MalformedChunk),
     "empty payload": (forge(ZSTD, payload=b""), MalformedChunk),
     "8 MiB in 48 raw bytes": (

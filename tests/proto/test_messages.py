@@ -182,6 +182,7 @@ HOSTILE: dict[str, bytes] = {
     "array": pack([1, 2]),
     "no type": pack({"term": 1}),
     "unknown type": pack({**REJECT, "type": "Rejects"}),
+    "long unknown type": pack({**REJECT, "type": "x" * 60_000}),
     "type is a number": pack({**REJECT, "type": 5}),
     "type is a map": pack({**REJECT, "type": {}}),
     "two messages": pack(REJECT) * 2,

@@ -49,8 +49,7 @@ class ZstdPlanes:
             plain = self._decompressor().decompress(payload, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise MalformedChunk(f"zstd: {error}") from error
-        if len(plain) != out.nbytes:
-            raise MalformedChunk(f"zstd frame holds {len(plain)} bytes for {out.nbytes}")
+        assert len(plain) == out.nbytes, "the library holds a frame to its claim"
         low, high = np.frombuffer(plain, np.uint8).reshape(2, -1)
         words = np.frombuffer(out, np.uint16)
         np.left_shift(high, 8, out=words, dtype=np.uint16)
