@@ -1,0 +1,122 @@
+"""A stream without a network: a list of samples with the ledger of a real one."""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.sample import LayerCounters
+
+DATASET = "0123456789abcdef"
+CLEAN = LayerCounters(saturated=0, nonfinite=0, inexact=0, zero_rows=0)
+Item = dict[str, Any]
+
+
+def sample_id(ordinal: int, epoch: int = 0) -> SampleId:
+    return SampleId(DATASET, epoch, 0, ordinal)
+
+
+def descriptor(layer_ids: tuple[int, ...], layers: int, hidden: int, vocab: int) -> Descriptor:
+    return Descriptor(
+        model="test",
+        revision="0",
+        tokenizer_hash="0",
+        chat_template_hash="0",
+        layer_ids=layer_ids,
+        num_layers=layers,
+        hidden_size=hidden,
+        vocab_size=vocab,
+    )
+
+
+def make_item(
+    id: SampleId, input_ids: torch.Tensor, prompt_tokens: int, hidden_states: torch.Tensor
+) -> Item:
+    """input_ids [n+1], hidden_states [n, L, H]; what follows the prompt is the response."""
+    mask = (torch.arange(len(input_ids)) >= prompt_tokens).to(torch.uint8)
+    return {
+        "id": id,
+        "key": str(id.ordinal),
+        "input_ids": input_ids.to(torch.int32),
+        "loss_mask": mask,
+        "hidden_states": hidden_states.to(torch.float16),
+        "counters": (CLEAN,) * hidden_states.shape[1],
+        "finish_reason": "length",
+    }
+
+
+class MemoryStream:
+    """Delivers what is not trained; knows what is held, trained, rejected, committed.
+
+    fail: raised after the last sample, instead of the normal end.
+    on_commit: called with the state that is said to be durable.
+    """
+
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        items: Iterable[Item],
+        fail: Exception | None = None,
+        on_commit: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self.descriptor = descriptor
+        self._items = list(items)
+        self._fail = fail
+        self._on_commit = on_commit
+        self._trained: set[str] = set()
+        self.held: set[SampleId] = set()
+        self.steps: list[list[SampleId]] = []
+        self.metrics: list[dict[str, float]] = []
+        self.rejected: dict[SampleId, str] = {}
+        self.released: list[SampleId] = []
+        self.most_held = 0
+
+    def __iter__(self) -> Iterator[Item]:
+        for item in self._items:
+            if str(item["id"]) in self._trained:
+                continue
+            self.held.add(item["id"])
+            self.most_held = max(self.most_held, len(self.held))
+            yield item
+        if self._fail is not None:
+            raise self._fail
+
+    def release(self, ids: Iterable[SampleId]) -> None:
+        self.released.extend(ids)
+
+    def trained(
+        self, ids: Iterable[SampleId], step: int, metrics: dict[str, float] | None = None
+    ) -> None:
+        done = list(ids)
+        if not self.held.issuperset(done):
+            raise ValueError(f"not held: {done}")
+        self.held.difference_update(done)
+        self._trained.update(map(str, done))
+        self.steps.append(done)
+        self.metrics.append(metrics or {})
+
+    def reject(self, id: SampleId, reason: str) -> None:
+        self.held.discard(id)
+        self.rejected[id] = reason
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trained": sorted(self._trained)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._trained = set(state["trained"])
+
+    def committed(self, state: dict[str, Any]) -> None:
+        if self._on_commit is not None:
+            self._on_commit(state)
+
+    @property
+    def trained_ids(self) -> list[SampleId]:
+        """In the order of their steps; each as often as it was trained."""
+        return [id for step in self.steps for id in step]
+
+
+def checkpoints(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in output_dir.glob("drafter-step*") if path.is_dir())

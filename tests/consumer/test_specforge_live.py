@@ -1,0 +1,310 @@
+"""SpecForge fed from a stream. The tiny target is random; what is learned from it is nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import smollm2_samples
+import tiny_target
+import torch
+from memory_stream import Item, MemoryStream, checkpoints, sample_id
+
+from draftfeed_consumer.errors import StreamLost, TrainerError
+from draftfeed_consumer.evaluate import accepted_length
+from draftfeed_consumer.policy import Policy
+from draftfeed_consumer.trainers import TrainerRun, TrainResult, dflash
+from draftfeed_consumer.trainers.specforge import draft_config, train
+from draftfeed_consumer.trainers.specforge_hooks import (
+    has_supervised_pair,
+    latest_checkpoint,
+    to_tensors,
+)
+
+pytestmark = [pytest.mark.xdist_group("specforge"), pytest.mark.timeout(300)]
+
+HERE = Path(__file__).parent
+
+
+def trained_on(
+    items: list[Item], target: Path, out: Path, **options: object
+) -> tuple[MemoryStream, TrainResult]:
+    stream = MemoryStream(tiny_target.DESCRIPTOR, items)
+    return stream, train(stream, tiny_target.run(target, out, **options))
+
+
+def test_every_sample_is_acknowledged_once_in_whole_steps(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    items = tiny_target.items(12)
+    stream, result = trained_on(
+        items, tiny_target_dir, tmp_path, batch_size=2, accumulation_steps=2, save_interval_steps=2
+    )
+    assert [len(step) for step in stream.steps] == [4, 4, 4]
+    assert sorted(stream.trained_ids) == [item["id"] for item in items]
+    assert result == (3, 12, 0, (), tmp_path / "drafter-step3")
+    assert all({"loss", "acc"} <= metrics.keys() for metrics in stream.metrics)
+    assert not stream.held
+
+
+def test_the_commit_comes_when_the_checkpoint_is_on_the_disk(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, bool, list[str]]] = []
+
+    def on_commit(state: dict[str, Any]) -> None:
+        newest = latest_checkpoint(tmp_path)
+        assert newest is not None
+        saved = dflash.read_state(newest)
+        files = sorted(path.name for path in newest.iterdir())
+        seen.append((saved["global_step"], saved["draftfeed"] == state, files))
+
+    stream = MemoryStream(tiny_target.DESCRIPTOR, tiny_target.items(5), on_commit=on_commit)
+    train(stream, tiny_target.run(tiny_target_dir, tmp_path, save_interval_steps=2))
+    files = ["training_state.pt", "training_state_rank0.pt"]
+    assert seen == [(2, True, files), (4, True, files), (5, True, files)]
+    assert checkpoints(tmp_path) == ["drafter-step4", "drafter-step5"]
+
+
+def test_a_tail_that_fills_no_step_is_reported_and_not_trained(
+    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream, result = trained_on(tiny_target.items(7), tiny_target_dir, tmp_path, batch_size=4)
+    assert result.tail == (sample_id(4), sample_id(5), sample_id(6))
+    assert stream.trained_ids == [sample_id(n) for n in range(4)]
+    assert "3 samples did not fill a last step" in caplog.text
+
+
+def test_samples_are_released_before_a_step_is_complete(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """Otherwise a buffer smaller than one optimizer step would be a deadlock."""
+    stream, _ = trained_on(tiny_target.items(32), tiny_target_dir, tmp_path, batch_size=8)
+    assert stream.released == [sample_id(n) for n in range(32)]
+    assert stream.most_held <= 17
+
+
+def test_nan_rows_do_not_abort_the_run(tiny_target_dir: Path, tmp_path: Path) -> None:
+    items = tiny_target.items(6)
+    items[2]["hidden_states"][3, 1, 5] = float("nan")
+    items[4]["hidden_states"][0, 0, 0] = float("inf")
+    stream, result = trained_on(items, tiny_target_dir, tmp_path)
+    assert stream.rejected == {
+        sample_id(2): "values that are not finite (layers 1)",
+        sample_id(4): "values that are not finite (layers 0)",
+    }
+    assert result.rejected == 2
+    assert stream.trained_ids == [sample_id(n) for n in (0, 1, 3, 5)]
+    weights = dflash.read_state(tmp_path / "drafter-step4")["draft_state_dict"]
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+
+
+def test_all_zero_rows_are_rejected(tiny_target_dir: Path, tmp_path: Path) -> None:
+    items = tiny_target.items(3)
+    items[1]["hidden_states"][7, 2] = 0
+    stream, _ = trained_on(items, tiny_target_dir, tmp_path)
+    assert list(stream.rejected) == [sample_id(1)]
+
+
+def test_fp16_overflow_is_a_warning_or_a_rejection(
+    tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    items = tiny_target.items(2)
+    clamped = items[0]["counters"][0]._replace(saturated=3)
+    items[0]["counters"] = (clamped, *items[0]["counters"][1:])
+    stream, _ = trained_on(items, tiny_target_dir, tmp_path / "warn")
+    assert not stream.rejected
+    assert "clamped to fp16's range (layers 0)" in caplog.text
+    strict = TrainerRun(
+        target=tiny_target_dir,
+        output_dir=tmp_path / "reject",
+        options={"mask_token_id": 3, "num_anchors": 4},
+        policy=Policy(saturated="reject"),
+    )
+    stream = MemoryStream(tiny_target.DESCRIPTOR, items)
+    train(stream, strict)
+    assert list(stream.rejected) == [sample_id(0)]
+
+
+def test_a_response_too_short_for_dflash_is_rejected(tiny_target_dir: Path, tmp_path: Path) -> None:
+    """Its two response tokens are adjacent, but the second one has no row."""
+    items = [tiny_target.item(0), tiny_target.item(1, rows=5, prompt_tokens=4), tiny_target.item(2)]
+    stream, _ = trained_on(items, tiny_target_dir, tmp_path)
+    assert list(stream.rejected) == [sample_id(1)]
+    assert stream.trained_ids == [sample_id(0), sample_id(2)]
+
+
+def test_the_last_id_which_has_no_row_is_cut_off() -> None:
+    item = tiny_target.item(0, rows=20)
+    tensors = to_tensors(item)
+    assert len(item["input_ids"]) == 21
+    assert tensors["input_ids"].tolist() == [item["input_ids"][:20].tolist()]
+    assert tensors["loss_mask"].tolist() == [[0] * 4 + [1] * 16]
+    assert tensors["hidden_states"].shape == (1, 20, 3 * tiny_target.HIDDEN)
+    assert torch.equal(tensors["hidden_states"][0, 7], item["hidden_states"][7].flatten())
+    item["hidden_states"].zero_()
+    assert tensors["hidden_states"].any(), "the stream's memory may be used again after release"
+
+
+def test_a_mask_needs_two_adjacent_tokens_with_rows() -> None:
+    item = tiny_target.item(0, rows=6, prompt_tokens=4)
+    assert has_supervised_pair(item)
+    item["loss_mask"][4] = 0
+    assert not has_supervised_pair(item)
+
+
+def test_a_lost_stream_is_an_error_and_not_an_end(tiny_target_dir: Path, tmp_path: Path) -> None:
+    lost = StreamLost("tcp://127.0.0.1:1", 600)
+    stream = MemoryStream(tiny_target.DESCRIPTOR, tiny_target.items(6), fail=lost)
+    with pytest.raises(StreamLost) as caught:
+        train(stream, tiny_target.run(tiny_target_dir, tmp_path, save_interval_steps=2))
+    assert caught.value is lost
+    assert not torch.distributed.is_initialized()
+    assert not [t for t in threading.enumerate() if "draftfeed" in t.name]
+
+
+def test_an_acknowledgement_that_fails_is_raised_as_it_is(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    class Fenced(MemoryStream):
+        def trained(self, ids: Any, step: int, metrics: Any = None) -> None:
+            raise ValueError("another run has taken over")
+
+    with pytest.raises(ValueError, match=r"^another run has taken over$"):
+        train(
+            Fenced(tiny_target.DESCRIPTOR, tiny_target.items(6)),
+            tiny_target.run(tiny_target_dir, tmp_path),
+        )
+
+
+def test_a_stream_without_samples_ends_normally(tiny_target_dir: Path, tmp_path: Path) -> None:
+    _, result = trained_on([], tiny_target_dir, tmp_path)
+    assert result == (0, 0, 0, (), None)
+
+
+def test_a_stream_of_another_target_is_refused(tiny_target_dir: Path, tmp_path: Path) -> None:
+    stream = MemoryStream(smollm2_samples.DESCRIPTOR, [])
+    with pytest.raises(TrainerError, match="hidden_size is 32, the stream's is 576"):
+        train(stream, tiny_target.run(tiny_target_dir, tmp_path))
+
+
+def test_the_checkpoints_of_another_run_are_not_overwritten(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    trained_on(tiny_target.items(1), tiny_target_dir, tmp_path)
+    with pytest.raises(TrainerError, match=r'options\.resume_from = "latest"'):
+        trained_on(tiny_target.items(1), tiny_target_dir, tmp_path)
+
+
+def test_resume_latest_starts_afresh_and_then_goes_on(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    def go(count: int) -> tuple[MemoryStream, TrainResult]:
+        return trained_on(tiny_target.items(count), tiny_target_dir, tmp_path, resume_from="latest")
+
+    first, _ = go(3)
+    second, result = go(5)
+    assert first.trained_ids == [sample_id(n) for n in range(3)]
+    assert second.trained_ids == [sample_id(3), sample_id(4)]
+    assert result.steps == 5
+
+
+def test_nothing_of_ours_stays_in_the_process(
+    tiny_target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_SHARDING", "SHARD_GRAD_OP")
+    monkeypatch.chdir(tmp_path)
+    before, threads = dict(os.environ), torch.get_num_threads()
+    trained_on(tiny_target.items(2), tiny_target_dir, tmp_path / "out")
+    assert dict(os.environ) == before
+    assert torch.get_num_threads() == threads
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_killed_in_a_step_and_resumed_from_an_older_checkpoint(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """Killed after step 7 of 10, resumed from step 4 although step 6 was saved as well."""
+    out = tmp_path / "out"
+    killed = _child(tiny_target_dir, out, kill_at=7, count=20)
+    assert killed.returncode == -9, killed.stderr
+    acks = [json.loads(line) for line in (out / "acks.jsonl").read_text().splitlines()]
+    assert [ack["step"] for ack in acks] == list(range(1, 8))
+    assert checkpoints(out) == ["drafter-step2", "drafter-step4", "drafter-step6"]
+    before = [id for ack in acks if ack["step"] <= 4 for id in ack["ids"]]
+
+    stream, result = trained_on(
+        tiny_target.items(20),
+        tiny_target_dir,
+        out,
+        batch_size=2,
+        save_interval_steps=2,
+        max_checkpoints=9,
+        resume_from=str(out / "drafter-step4"),
+    )
+    after = [str(id) for id in stream.trained_ids]
+    assert sorted(before + after) == sorted(str(sample_id(n)) for n in range(20))
+    assert result.steps == 10
+    assert stream.state_dict() == dflash.read_state(out / "drafter-step10")["draftfeed"]
+
+
+def _child(target: Path, out: Path, kill_at: int, count: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(HERE / "train_child.py"), str(target), str(out)]
+    return subprocess.run(
+        [*command, str(kill_at), str(count)], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    whole, _ = trained_on(tiny_target.items(6), tiny_target_dir, tmp_path / "whole")
+    trained_on(tiny_target.items(3), tiny_target_dir, tmp_path / "cut")
+    rest, _ = trained_on(
+        tiny_target.items(6), tiny_target_dir, tmp_path / "cut", resume_from="latest"
+    )
+    expected = [metrics["loss"] for metrics in whole.metrics[3:]]
+    assert [metrics["loss"] for metrics in rest.metrics] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_many_passes_over_32_samples_teach_them_by_heart(
+    smollm2_dir: Path, smollm2_items: list[Item], tmp_path: Path
+) -> None:
+    """The one test that a drafter can only pass if ids, rows, layers and labels fit together."""
+    passes = 10
+    items = [
+        {**item, "id": sample_id(item["id"].ordinal, epoch)}
+        for epoch in range(passes)
+        for item in smollm2_items
+    ]
+    run = TrainerRun(
+        target=smollm2_dir,
+        output_dir=tmp_path,
+        options={
+            "init": "target",
+            "block_size": 4,
+            "num_anchors": 24,
+            "gamma": 2.0,
+            "batch_size": 2,
+            "learning_rate": 2e-3,
+            "save_interval_steps": 1000,
+        },
+    )
+    stream = MemoryStream(smollm2_samples.DESCRIPTOR, items)
+    result = train(stream, run)
+    assert sorted(stream.trained_ids) == sorted(item["id"] for item in items)
+    prompts = [_prompt(item) for item in smollm2_items]
+    found = accepted_length(
+        prompts, smollm2_dir, draft_config(run, smollm2_samples.LAYER_IDS), result.checkpoint, 24
+    )
+    assert found.same_as_greedy
+    assert found.mean >= 1.5, found
+
+
+def _prompt(item: Item) -> list[int]:
+    return item["input_ids"][item["loss_mask"] == 0].tolist()
