@@ -27,6 +27,7 @@ from draftfeed_consumer.reception import (
     Action,
     Closing,
     Ended,
+    Finished,
     Received,
     Reception,
     Reply,
@@ -90,6 +91,8 @@ class Client:
         self._waker, self._wake_end = socket.socketpair()
         self._closing = threading.Event()
         self._opening = threading.Event()
+        self._finished = threading.Event()
+        """The producer has everything it needs from us."""
         self.granted = threading.Event()
         """Set when the descriptor is known, or when the stream failed before."""
         self.descriptor: Descriptor | None = None
@@ -139,7 +142,11 @@ class Client:
         wanted = self._commit.number if self._commit else 0
         with self._acknowledged:
             return self._acknowledged.wait_for(
-                lambda: self._acknowledged_number >= wanted or self.failure is not None,
+                lambda: (
+                    self._acknowledged_number >= wanted
+                    or self._finished.is_set()
+                    or self.failure is not None
+                ),
                 timeout_seconds,
             )
 
@@ -182,7 +189,7 @@ class Client:
 
     def _keep_attached(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         attempt = 0
-        while not self._closing.is_set():
+        while not (self._closing.is_set() or self._finished.is_set()):
             try:
                 attached = self._attach(context)
                 attempt = 0 if attached else attempt + 1
@@ -190,7 +197,8 @@ class Client:
                 attempt += 1
                 self._check_patience(str(error))
             self._closing.wait(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)])
-        self._buffer.fail(StreamClosed())
+        if not self._finished.is_set():
+            self._buffer.fail(StreamClosed())
 
     def _check_patience(self, reason: str) -> None:
         now = time.monotonic()
@@ -210,7 +218,9 @@ class Client:
         try:
             answer = self._fence(link)
             granted = answer is not None
-            if answer is not None:
+            if answer is None:
+                self._check_patience("it does not answer, or serves another consumer")
+            else:
                 self._stay(link, answer)
         except ProtoError as error:
             logger.warning("dropped the link: %s", error)
@@ -309,6 +319,9 @@ class Client:
                     self._buffer.end()
                 case Acknowledged():
                     self._note_acknowledged(action.number)
+                case Finished():
+                    self._finished.set()
+                    self._note_acknowledged(self._acknowledged_number)
                 case Closing():
                     self._closing_reason = action.reason
                     raise LinkDown(f"the producer is shutting down: {action.reason}")

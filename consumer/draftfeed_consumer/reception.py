@@ -35,11 +35,15 @@ class Acknowledged(NamedTuple):
     number: int
 
 
+class Finished(NamedTuple):
+    """Every prompt of the producer is terminal: it needs nothing more from us and exits."""
+
+
 class Closing(NamedTuple):
     reason: str
 
 
-Action = Reply | Received | Ended | Acknowledged | Closing
+Action = Reply | Received | Ended | Acknowledged | Finished | Closing
 
 
 class Reception:
@@ -83,6 +87,8 @@ class Reception:
             case m.EndOfSamples():
                 self._end_seen = True
                 return self._ended()
+            case m.AllTerminal():
+                return [Finished()]
             case m.Closing():
                 return [Closing(message.reason)]
         return []

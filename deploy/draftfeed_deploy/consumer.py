@@ -15,8 +15,8 @@ from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 
-class Interrupted(Exception):
-    """SIGTERM or SIGINT reached a consumer: raised in its main thread."""
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM or SIGINT: raised in the main thread, wherever the trainer is."""
 
 
 def run_consumer(config: ConsumerConfig, run_dir: Path | None, console: Console) -> None:

@@ -133,7 +133,8 @@ class _Pace:
 
 def synthetic_prompts(config: SyntheticConfig, shard_size: int = 4096) -> Iterator[Prompt]:
     """`config.samples` prompts of a data set that follows from the configuration."""
-    dataset = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:16]
+    content = msgspec.structs.replace(config, tokens_per_second=0.0)
+    dataset = hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
     for ordinal in range(config.samples):
         id = SampleId(dataset, 0, ordinal // shard_size, ordinal)
         yield Prompt(id, str(ordinal), np.zeros(1, np.int32))
