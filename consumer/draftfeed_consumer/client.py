@@ -34,7 +34,7 @@ from draftfeed_consumer.reception import (
 )
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor, Expectation
-from draftfeed_proto.errors import ProtoError
+from draftfeed_proto.errors import MalformedMessage, ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
@@ -263,6 +263,9 @@ class Client:
 
     def _stay(self, link: Link, granted: m.Granted) -> None:
         m.check_version(granted.version)
+        self._expect.check(granted.descriptor)
+        if granted.stream_id != granted.descriptor.stream_id():
+            raise MalformedMessage("the stream id is not that of the descriptor")
         self._mark_up(granted)
         reception = Reception(granted, self._buffer, self._ledger)
         poller = self._poller(link)

@@ -82,7 +82,7 @@ class Ledger:
     def opening(self) -> tuple[WireRanges, list[SampleId]]:
         """(in a durable checkpoint, everything else this member has)"""
         with self._lock:
-            uncommitted = {id for id in self._trained if id not in self._committed}
+            uncommitted = set(self._trained - self._committed)
             return self._committed.to_wire(), sorted(self._held | uncommitted)
 
     @property

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from draftfeed_consumer.buffer import Buffer
 from draftfeed_consumer.ledger import Ledger
 from draftfeed_proto import messages as m
-from draftfeed_proto.errors import MalformedMessage, ProtoError
+from draftfeed_proto.errors import MalformedChunk, MalformedMessage, ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Assembler, Sample
 
@@ -117,6 +117,9 @@ class Reception:
 
     def _begin(self, message: m.Begin) -> list[Action]:
         header = message.header
+        header.check_stream(self._granted.descriptor)
+        if self._assembler is not None:
+            raise MalformedMessage(f"{header.id} begins inside {self._assembler.header.id}")
         if self._due.get(header.id) != header.decoded_bytes:
             raise MalformedMessage(f"sample {header.id} was not granted with this size")
         self._assembler = Assembler(header, self._granted.descriptor.dtype)
@@ -129,6 +132,8 @@ class Reception:
         assembler = self._assembler
         if assembler is None or assembler.header.id != message.id:
             return self._renew_credit()  # the rest of a sample already refused
+        if message.index != assembler.chunks:
+            raise MalformedMessage(f"chunk {message.index} where {assembler.chunks} was due")
         try:
             assembler.add(frame)
             complete = self._complete(assembler) if assembler.done else []
@@ -138,10 +143,16 @@ class Reception:
 
     def _complete(self, assembler: Assembler) -> list[Action]:
         sample = assembler.sample()
+        self._check_vocabulary(sample)
         self._assembler = None
         del self._due[sample.id]
         self._ledger.hold(sample.id)
         return [Received(sample), *self._ended()]
+
+    def _check_vocabulary(self, sample: Sample) -> None:
+        highest, size = int(sample.input_ids.max()), self._granted.descriptor.vocab_size
+        if highest >= size:
+            raise MalformedChunk(f"token {highest} in a vocabulary of {size}")
 
     def _refuse(self, id: SampleId, reason: str) -> list[Action]:
         """Damaged: drop what came, keep its place, ask for it again."""

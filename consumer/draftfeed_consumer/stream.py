@@ -89,7 +89,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         dtype = torch.float16 if self.descriptor.dtype == "fp16" else torch.bfloat16
         self._client.open()
         while (sample := self._buffer.take()) is not None:
-            yield _item(sample, dtype)
+            yield to_item(sample, dtype)
 
     def release(self, ids: Iterable[SampleId]) -> None:
         """The tensors are copied or no longer needed: their room may be used again."""
@@ -168,7 +168,8 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         self._client.close()
 
 
-def _item(sample: Sample, dtype: torch.dtype) -> Item:
+def to_item(sample: Sample, dtype: torch.dtype = torch.float16) -> Item:
+    """The dict that iterating yields. dtype: of the wire."""
     return {
         "id": sample.id,
         "key": sample.key,

@@ -16,15 +16,20 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from draftfeed_consumer.config import ConsumerConfig
 from draftfeed_deploy import smollm2
+from draftfeed_deploy.config import load
 from draftfeed_deploy.errors import DemoError
+from draftfeed_deploy.evaluation import evaluate
 from draftfeed_deploy.monitor import INTERVAL_SECONDS, Snapshot, View
 from draftfeed_deploy.progress import Lines, Panels
 from draftfeed_deploy.report import Report, write_report
+from draftfeed_producer.config import ProducerConfig
 
 logger = logging.getLogger(__name__)
 
 MARKER = ".draftfeed-demo"
+SHARD_SIZE = 64
 STOP_SECONDS = 20.0
 
 PRODUCER_TOML = """\
@@ -41,7 +46,7 @@ path = {target}
 
 [prompts]
 path = {prompts}
-shard_size = 64
+shard_size = {shard_size}
 
 [spool]
 dir = {spool}
@@ -90,14 +95,19 @@ def run_demo(options: DemoOptions, console: Console) -> Report:
     Raises DemoError when a service fails; Ctrl-C stops both and goes on as KeyboardInterrupt.
     """
     directory = _fresh(options.directory)
-    prompts = _prompts(directory, options.prompts)
+    prompts = _shipped(directory, "prompts.jsonl", options.prompts)
     with console.status("making a plain bf16 copy of SmolLM2-135M (once)"):
         target = smollm2.prepare()
     _write_configs(directory, prompts, target, options.max_new_tokens)
     _run_services(directory, console)
     with console.status("evaluating the drafter on held-out prompts"):
-        _evaluate(directory, target, options.max_new_tokens)
-    return write_report(directory, prompts)
+        evaluation = evaluate(
+            load(directory / "producer.toml", ProducerConfig),
+            load(directory / "consumer.toml", ConsumerConfig),
+            _shipped(directory, "heldout.jsonl"),
+        )
+    (directory / "evaluation.json").write_bytes(msgspec.json.encode(evaluation))
+    return write_report(directory, prompts, shard_size=SHARD_SIZE)
 
 
 def _fresh(directory: Path) -> Path:
@@ -111,10 +121,11 @@ def _fresh(directory: Path) -> Path:
     return directory
 
 
-def _prompts(directory: Path, count: int | None) -> Path:
-    lines = resources.files("draftfeed_deploy.data").joinpath("prompts.jsonl").read_bytes()
-    path = directory / "prompts.jsonl"
-    path.write_bytes(b"".join(lines.splitlines(keepends=True)[:count]))
+def _shipped(directory: Path, name: str, lines: int | None = None) -> Path:
+    """A copy of a shipped prompt file, or of its first lines, in the run's directory."""
+    text = resources.files("draftfeed_deploy.data").joinpath(name).read_bytes()
+    path = directory / name
+    path.write_bytes(b"".join(text.splitlines(keepends=True)[:lines]))
     return path
 
 
@@ -127,6 +138,7 @@ def _write_configs(directory: Path, prompts: Path, target: Path, max_new_tokens:
         "spool": _quoted(directory / "spool"),
         "checkpoints": _quoted(directory / "checkpoints"),
         "max_new_tokens": max_new_tokens,
+        "shard_size": SHARD_SIZE,
         "options": "\n".join(f"{k} = {json.dumps(v)}" for k, v in TRAINER_OPTIONS.items()),
     }
     (directory / "producer.toml").write_text(PRODUCER_TOML.format(**values))

@@ -220,9 +220,9 @@ class Delivery:
 
     def _open(self, session: Session, message: m.Open) -> list[Action]:
         trained = IdSet.from_wire(message.trained)
-        forgotten = [id for id in self.committed if id not in trained]
+        forgotten = self.committed - trained
         if forgotten:
-            self.session = None
+            self._end_session(session)
             return [Send(session.sender, _rollback_refusal(self._commit_number, forgotten))]
         actions = self._adopt(trained)
         held = {id for id in message.held if id in self._samples}
@@ -291,8 +291,23 @@ class Delivery:
         )
         if message.number <= self._commit_number:
             return [done]
-        stored = self._commit_set(message.number, IdSet.from_wire(message.trained))
+        trained = IdSet.from_wire(message.trained)
+        fault = self._commit_fault(session, trained)
+        if fault:
+            self._end_session(session)
+            return [Send(session.sender, m.Refused(code="malformed", reason=fault))]
+        stored = self._commit_set(message.number, trained)
         return [*stored, done, *self._endings()]
+
+    def _commit_fault(self, session: Session, trained: IdSet) -> str:
+        """A commit adds samples that this member was given, and takes none away."""
+        if lost := self.committed - trained:
+            return f"commit without {len(lost)} samples that the last one had"
+        fresh = trained - self.committed
+        # The count first: a few bytes can claim ranges of a billion samples.
+        if len(fresh) > len(session.leased) or any(id not in session.leased for id in fresh):
+            return "commit of samples that this member does not hold"
+        return ""
 
     def _commit_set(self, number: int, trained: IdSet) -> list[Action]:
         self.committed = trained.copy()
@@ -391,9 +406,10 @@ class Delivery:
                 self.session.offered.discard(id)
 
 
-def _rollback_refusal(number: int, forgotten: list[SampleId]) -> m.Refused:
+def _rollback_refusal(number: int, forgotten: IdSet) -> m.Refused:
+    first = next(iter(forgotten))
     reason = (
         f"this producer has commit {number} of a checkpoint that contains {len(forgotten)} samples "
-        f"more than the one loaded (first: {forgotten[0]}); resume from that checkpoint"
+        f"more than the one loaded (first: {first}); resume from that checkpoint"
     )
     return m.Refused(code="rollback", reason=reason)

@@ -18,6 +18,7 @@ import numpy as np
 
 from draftfeed_producer.errors import PromptError
 from draftfeed_proto.ids import SampleId
+from draftfeed_proto.limits import MAX_NAME_CHARS
 
 log = logging.getLogger(__name__)
 
@@ -89,12 +90,20 @@ class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError('a line has either "messages" or "prompt"')
         if self.prompt is not None and self.tools is not None:
             raise ValueError('"tools" need "messages"')
-        if self.id == "":
-            raise ValueError('"id" is empty')
+        if self.id is not None and not _is_name(self.id):
+            raise ValueError(
+                f'"id" must have 1 to {MAX_NAME_CHARS} characters, all of them Unicode'
+            )
         if self.messages == []:
             raise ValueError('"messages" is empty')
         if self.messages is not None and self.messages[-1].role == "assistant":
             raise ValueError("the last message is the assistant's: cut it, the target answers")
+
+
+def _is_name(text: str) -> bool:
+    """Whether it can be a sample's key; a lone surrogate passes JSON but is no Unicode."""
+    lone_surrogate = any("\ud800" <= character <= "\udfff" for character in text)
+    return 0 < len(text) <= MAX_NAME_CHARS and not lone_surrogate
 
 
 _decoder = msgspec.json.Decoder(_Line)

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -40,6 +41,9 @@ PING_SECONDS = 1.0
 """A ROUTER learns that a peer is gone when it sends to it."""
 HIGH_WATER_MESSAGES = 8
 """Only a backstop: it counts messages, not bytes. Credits bound the bytes."""
+HIGH_WATER_REQUESTS = 64
+MAX_BACKLOG = 1000
+"""Actions waiting for one member that has stopped reading; then its session ends."""
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 LINGER_MS = 2_000
@@ -71,7 +75,7 @@ class Listener:
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.SNDHWM, HIGH_WATER_MESSAGES),
-            (zmq.RCVHWM, 1000),
+            (zmq.RCVHWM, HIGH_WATER_REQUESTS),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
@@ -98,7 +102,8 @@ class Server:
         self._socket = listener.socket
         self._inbox: queue.SimpleQueue[SampleHeader | None] = queue.SimpleQueue()
         self._waker, self._wake_end = socket.socketpair()
-        self._unsent: deque[Action] = deque()
+        self._unsent: deque[Send | SendChunk] = deque()
+        """For the member of the session, in order."""
         self._closing: str | None = None
         self._wire_bytes = 0
         self._no_credit_seconds = 0.0
@@ -205,35 +210,63 @@ class Server:
         """Send what credit and the socket take; whether anything went out."""
         sent = False
         while self._flush() and (actions := self._delivery.next_chunk()):
-            self._unsent.extend(actions)
+            self._perform(actions)
             sent = True
         return sent
 
     def _perform(self, actions: list[Action]) -> None:
-        self._unsent.extend(actions)
+        for action in actions:
+            if isinstance(action, Send | SendChunk):
+                self._post(action)
+            else:
+                self._store(action)
+
+    def _post(self, action: Send | SendChunk) -> None:
+        """Send now, or keep it for the member of the session. Others are not waited for: whoever
+        sends nonsense and reads nothing must not fill our memory or hold up the one who does."""
+        if action.sender != self._member():
+            with suppress(zmq.Again):
+                self._dispatch(action)
+            return
+        self._unsent.append(action)
         self._flush()
+        if len(self._unsent) > MAX_BACKLOG:
+            logger.warning("the member does not read; its session ends")
+            self._drop(action.sender)
+
+    def _member(self) -> bytes | None:
+        session = self._delivery.session
+        return session.sender if session else None
 
     def _flush(self) -> bool:
-        """Carry out waiting actions in order; False when the socket takes no more for now."""
+        """Send what waits, in order; False when the socket takes no more for now."""
         while self._unsent:
             try:
-                self._carry_out(self._unsent[0])
+                self._dispatch(self._unsent[0])
             except zmq.Again:
                 return False
-            self._unsent.popleft()
+            if self._unsent:  # a peer found gone takes its backlog along
+                self._unsent.popleft()
         return True
 
-    def _carry_out(self, action: Action) -> None:
+    def _drop(self, sender: bytes) -> None:
+        self._unsent.clear()
+        self._delivery.disconnected(sender)
+
+    def _dispatch(self, action: Send | SendChunk) -> None:
+        if isinstance(action, SendChunk):
+            self._send_chunk(action)
+        else:
+            self._send(action.sender, [m.encode(action.message)])
+
+    def _store(self, action: StoreTerm | StoreCommit | StoreTombstone) -> None:
         match action:
-            case Send():
-                self._send(action.sender, [m.encode(action.message)])
-            case SendChunk():
-                self._send_chunk(action)
             case StoreCommit():
                 self._spool.commit(action.number, action.trained)
             case StoreTombstone():
                 self._spool.tombstone(action.id, action.state, action.reason)
             case StoreTerm():
+                self._unsent.clear()  # what waited was for the session before
                 self._spool.grant(Term(action.term, action.group, action.incarnation))
 
     def _send_chunk(self, action: SendChunk) -> None:
@@ -248,14 +281,15 @@ class Server:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._delivery.disconnected(sender)
+            if sender == self._member():
+                self._drop(sender)
             return False
         self._wire_bytes += sum(map(len, frames))
         return True
 
     def _ping(self) -> None:
         session = self._delivery.session
-        if session is None or time.monotonic() < self._ping_due:
+        if session is None or self._unsent or time.monotonic() < self._ping_due:
             return
         self._ping_due = time.monotonic() + PING_SECONDS
         self._perform([Send(session.sender, m.Ping(term=session.term, session=session.name))])

@@ -92,6 +92,7 @@ def test_term_is_durable_before_it_is_granted(delivery: Delivery) -> None:
 def test_commit_is_durable_before_it_is_acknowledged(delivery: Delivery) -> None:
     member = Member(delivery)
     member.attach()
+    member.say(m.Grant, ids=[id_of(0)])
     trained = IdSet([id_of(0)])
     actions = member.say(m.Commit, number=1, trained=trained.to_wire())
     assert names(actions) == ["StoreCommit", "Committed"]
@@ -281,6 +282,7 @@ def test_released_samples_come_back(delivery: Delivery) -> None:
 def test_checkpoint_older_than_the_last_commit_is_refused(delivery: Delivery) -> None:
     member = Member(delivery)
     member.attach()
+    member.say(m.Grant, ids=[id_of(0), id_of(1)])
     member.say(m.Commit, number=3, trained=IdSet([id_of(0), id_of(1)]).to_wire())
     delivery.disconnected(ALICE)
     assert Member(delivery, BOB, "2").attach(trained=IdSet([id_of(0)])) == ["Refused"]
@@ -299,3 +301,34 @@ def test_unknown_sample_is_ignored(delivery: Delivery, kind: type[m.InSession]) 
     member = Member(delivery)
     member.attach()
     assert member.say(kind, id=id_of(77), reason="x") == []
+
+
+def test_commit_that_takes_samples_away_ends_the_session(delivery: Delivery) -> None:
+    member = Member(delivery)
+    member.attach()
+    member.say(m.Grant, ids=[id_of(0)])
+    member.say(m.Commit, number=1, trained=IdSet([id_of(0)]).to_wire())
+    (refusal,) = member.say(m.Commit, number=2, trained=[])
+    assert isinstance(refusal, Send)
+    assert "without 1 samples" in str(refusal.message)
+    assert delivery.session is None
+    assert delivery.committed == IdSet([id_of(0)])
+
+
+@pytest.mark.parametrize("ranges", [[0, 1 << 39], [2, 3]])
+def test_commit_of_samples_never_given_out_frees_nothing(
+    delivery: Delivery, ranges: list[int]
+) -> None:
+    member = Member(delivery)
+    member.attach()
+    member.say(m.Grant, ids=[id_of(0)])
+    actions = member.say(m.Commit, number=1, trained=[(*id_of(0).partition, ranges)])
+    assert names(actions) == ["Refused"]
+    assert len(delivery.committed) == 0
+
+
+def test_checkpoint_that_claims_a_billion_samples_does_not_hang(delivery: Delivery) -> None:
+    claim = IdSet.from_wire([(*id_of(0).partition, [0, 1 << 39])])
+    Member(delivery).attach(trained=claim)
+    delivery.disconnected(ALICE)
+    assert Member(delivery, BOB, "2").attach() == ["Refused"]

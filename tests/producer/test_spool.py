@@ -9,9 +9,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import xxhash
 
 from draftfeed_producer.errors import SpoolBusy, SpoolError, SpoolFull, SpoolMismatch
-from draftfeed_producer.spool import Spool, SpoolConfig
+from draftfeed_producer.spool import Spool, SpoolConfig, entries
 from draftfeed_producer.spool.segments import Segment
 from draftfeed_proto.ids import IdSet
 from draftfeed_proto.sample import Assembler
@@ -209,3 +210,21 @@ def test_directory_that_cannot_be_a_spool_is_one_clear_line(tmp_path: Path) -> N
     (tmp_path / "spool" / "spool.json").write_text("{ half")
     with pytest.raises(SpoolError, match="cannot be read"):
         open_spool(tmp_path / "spool")
+
+
+@pytest.mark.parametrize("name", ["control.log", "00000001.seg"])
+def test_spool_of_a_newer_version_is_refused_and_left_whole(tmp_path: Path, name: str) -> None:
+    spool = open_spool(tmp_path)
+    spool.append(sample(0))
+    spool.commit(1, IdSet())
+    spool.close()
+    path = tmp_path / name
+    before = path.read_bytes()
+    newer = entries.header(entries.Kind.CONTROL, b"x")
+    fields = newer[:5] + bytes([entries.VERSION + 1]) + newer[6:24]
+    path.write_bytes(before + fields + xxhash.xxh3_64(fields).digest()[::-1] + b"x")
+    with pytest.raises(SpoolError, match="newer draftfeed"):
+        open_spool(tmp_path)
+    assert path.read_bytes().startswith(before)
+    path.write_bytes(before)
+    open_spool(tmp_path).close()

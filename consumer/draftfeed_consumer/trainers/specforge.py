@@ -192,8 +192,8 @@ class _Session:
         try:
             steps = self._trainer.fit()
         except RuntimeError as error:
-            # SpecForge passes the text of an error between its threads; this is the error itself.
-            cause = self._feeder.error or self._ledger.error
+            # SpecForge passes on the text of an error; this is the error itself.
+            cause = self._feeder.error or self._ledger.error or self._checkpoints.error
             if cause is not None:
                 raise cause from error
             raise

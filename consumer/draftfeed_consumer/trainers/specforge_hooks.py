@@ -133,7 +133,7 @@ class AckLedger(MetadataStore):  # type: ignore[misc]
         self._lock = threading.Lock()
         self.step = step
         self.trained = 0
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def commit_sample(self, ref: SampleRef) -> bool:
         with self._lock:
@@ -162,7 +162,7 @@ class AckLedger(MetadataStore):  # type: ignore[misc]
         ids = [self._shelf.get(name).id for name in sample_ids]
         try:
             self._stream.trained(ids, global_step, self._metrics())
-        except Exception as error:
+        except BaseException as error:
             self.error = error  # SpecForge passes on only its text
             raise
         self.step = global_step
@@ -179,6 +179,7 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
         super().__init__(**options)
         self._stream, self._ledger = stream, ledger
         self.last: Path | None = None
+        self.error: BaseException | None = None
 
     def save(
         self, state: dict[str, Any] | None, step: int, *, rank_state: dict[str, Any] | None = None
@@ -196,11 +197,14 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
         self._stream.committed(state["draftfeed"])
         return saved
 
-    @staticmethod
-    def _atomic_save(obj: Any, path: str) -> None:
+    def _atomic_save(self, obj: Any, path: str) -> None:
         """Before SpecForge rotates older checkpoints away, this one is on the disk."""
-        write_durably(Path(path), lambda file: torch.save(obj, file))
-        _fsync(Path(path).parent.parent)
+        try:
+            write_durably(Path(path), lambda file: torch.save(obj, file))
+            _fsync(Path(path).parent.parent)
+        except BaseException as error:
+            self.error = error  # SpecForge passes on only its text
+            raise
 
 
 def _point_to(checkpoint: Path) -> None:
@@ -253,7 +257,7 @@ class Feeder:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self, timeout_seconds: float = 5.0) -> None:
+    def stop(self, timeout_seconds: float = 1.0) -> None:
         """The shelf is closed first. A thread that still waits for the stream ends with it."""
         self._shelf.close()
         self._thread.join(timeout_seconds)

@@ -45,7 +45,11 @@ class ControlLog:
         self.tombstones: dict[SampleId, Tombstone] = {}
         self.term: Term | None = None
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._end = self._replay()
+        try:
+            self._end = self._replay()
+        except BaseException:
+            self.close()
+            raise
 
     def append(self, record: Record) -> None:
         """Raises OSError; the log then ends where it ended before."""
@@ -80,7 +84,7 @@ class ControlLog:
             payload = entries.read(self._fd, entry)
             if payload is None:
                 break
-            self._apply(msgspec.msgpack.decode(payload, type=Record))
+            self._apply(entries.decode(payload, Record))
             end = entry.end
         os.ftruncate(self._fd, end)
         return end

@@ -16,9 +16,12 @@ import os
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import xxhash
+
+from draftfeed_producer.errors import SpoolError
 
 MAGIC = b"DFE1"
 VERSION = 1
@@ -60,6 +63,7 @@ def scan(fd: int, start: int = 0) -> Iterator[Entry]:
     """Entries of a file whose headers hold, in order, until the first that does not.
 
     Payloads are not read: `read` checks the one of an entry that is not a chunk.
+    Raises SpoolError for an entry that was written whole, by a newer version.
     """
     size = os.fstat(fd).st_size
     while (entry := _parse(os.pread(fd, HEADER_BYTES, start), start)) and entry.end <= size:
@@ -75,6 +79,14 @@ def read(fd: int, entry: Entry) -> bytes | None:
     if entry.kind is not Kind.CHUNK and xxhash.xxh3_64_intdigest(payload) != entry.checksum:
         return None
     return payload
+
+
+def decode(payload: bytes, kind: Any) -> Any:
+    """A MessagePack payload whose checksum held. Raises SpoolError when it is of a newer format."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except msgspec.DecodeError as error:
+        raise SpoolError(f"the spool holds what this draftfeed cannot read: {error}") from None
 
 
 def write(fd: int, offset: int, kind: Kind, payload: bytes | memoryview) -> int:
@@ -99,7 +111,9 @@ def _parse(data: bytes, offset: int) -> Entry | None:
     if magic != MAGIC or own_checksum != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
         return None
     if kind not in Kind._value2member_map_ or version != VERSION or zero:
-        return None
+        raise SpoolError(
+            f"entry of kind {kind}, version {version} is of a newer draftfeed; use that"
+        )
     if payload_bytes > MAX_PAYLOAD_BYTES:
         return None
     return Entry(Kind(kind), offset + HEADER_BYTES, payload_bytes, checksum)

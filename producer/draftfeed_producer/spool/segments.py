@@ -58,19 +58,22 @@ class Segment:
         """The segment and its whole records. In the last one every byte is verified, and what
         follows the last good record is cut off: it was being written when the producer died."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        segment = cls(path, number, fd, os.fstat(fd).st_size)
-        records = list(segment._records(verify=last))
-        if last:
-            segment._cut_tail()
+        try:
+            segment = cls(path, number, fd, os.fstat(fd).st_size)
+            records = list(segment._records(verify=last))
+            if last:
+                segment._cut_tail()
+        except BaseException:
+            os.close(fd)
+            raise
         segment.ids = {record.header.id for record in records}
         return segment, records
 
-    def append(
-        self, frames: Iterable[bytes], header_of: Callable[[int, int], SampleHeader]
-    ) -> Record:
+    def append(self, frames: Iterable[bytes], header_of: HeaderOf) -> Record:
         """Write one record; the header is made when its frames are counted.
 
-        Raises OSError; the segment then ends where it ended before.
+        Raises OSError and what `frames` and `header_of` raise; the segment then ends where it ended
+        before.
         """
         end = self.end
         spans: list[tuple[int, int]] = []
@@ -80,7 +83,7 @@ class Segment:
                 end = entries.write(self._fd, end, Kind.CHUNK, frame)
             sample = header_of(len(spans), sum(size for _, size in spans))
             end = entries.write(self._fd, end, Kind.SAMPLE, msgspec.msgpack.encode(sample))
-        except OSError:
+        except BaseException:
             os.ftruncate(self._fd, self.end)
             raise
         self.end = end
@@ -119,7 +122,7 @@ class Segment:
         if payload is None or not whole:
             logger.warning("%s: damaged record at %d will be made again", self.path, entry.end)
             return None
-        header = msgspec.msgpack.decode(payload, type=SampleHeader)
+        header = entries.decode(payload, SampleHeader)
         return Record(
             header, self.number, tuple((e.payload_offset, e.payload_bytes) for e in spans)
         )
