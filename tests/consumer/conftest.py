@@ -21,5 +21,5 @@ def smollm2_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_items(smollm2_dir: Path) -> list[Item]:
-    """32 samples of 24 greedy tokens."""
-    return make_samples(smollm2_dir, new_tokens=24)
+    """32 samples of 16 greedy tokens."""
+    return make_samples(smollm2_dir, new_tokens=16)

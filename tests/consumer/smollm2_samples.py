@@ -32,8 +32,8 @@ PROMPTS = [form.format(topic) for topic in _TOPICS for form in _FORMS]
 
 @torch.no_grad()
 def make_samples(target: Path, new_tokens: int, prompts: list[str] = PROMPTS) -> list[Item]:
-    tokenizer = AutoTokenizer.from_pretrained(target, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(target, padding_side="left")
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     texts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False

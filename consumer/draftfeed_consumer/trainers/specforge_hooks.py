@@ -197,7 +197,7 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
         self._stream.committed(state["draftfeed"])
         return saved
 
-    def _atomic_save(self, obj: Any, path: str) -> None:
+    def _atomic_save(self, obj: Any, path: str) -> None:  # pyright: ignore
         """Before SpecForge rotates older checkpoints away, this one is on the disk."""
         try:
             write_durably(Path(path), lambda file: torch.save(obj, file))
