@@ -319,7 +319,8 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(
 def test_many_passes_over_32_samples_teach_them_by_heart(
     smollm2_dir: Path, smollm2_items: list[Item], tmp_path: Path
 ) -> None:
-    """Then the drafter proposes what the target would have said, in the target's own decoding."""
+    """Then it proposes what the target would have said: 2.2 tokens a call. Trained on rows that
+    are shifted by one it stays at 1.2."""
     passes = 9
     items = [
         {**item, "id": sample_id(item["id"].ordinal, epoch)}
