@@ -75,12 +75,14 @@ def _consumer(arguments: argparse.Namespace, console: Console) -> int:
 
 def _demo(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy.demo import DemoOptions, run_demo
+    from draftfeed_deploy.foreground import interrupt, on_signal
     from draftfeed_deploy.report import summary_lines
 
     options = DemoOptions(
         directory=arguments.dir, prompts=arguments.prompts, max_new_tokens=arguments.max_new_tokens
     )
-    report = run_demo(options, console)
+    with on_signal(interrupt):
+        report = run_demo(options, console)
     print("\n".join(summary_lines(report)))
     print(f"report: {arguments.dir / 'report.html'}")
     return EXIT_OK if report.passed else EXIT_FAILED

@@ -9,21 +9,17 @@ from rich.console import Console
 from draftfeed_consumer.config import ConsumerConfig
 from draftfeed_consumer.stream import HiddenStateStream, StreamStatistics
 from draftfeed_consumer.trainers import load as load_trainer
-from draftfeed_deploy.foreground import on_signal, open_log, watched
+from draftfeed_deploy.foreground import interrupt, on_signal, open_log, watched
 from draftfeed_deploy.monitor import JsonLines, Snapshot
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 
-class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGINT: raised in the main thread, wherever the trainer is."""
-
-
 def run_consumer(config: ConsumerConfig, run_dir: Path | None, console: Console) -> None:
-    """Returns when the trainer does. Raises ConsumerError, or Interrupted after a signal."""
+    """Returns when the trainer does. Raises ConsumerError, or KeyboardInterrupt after a signal."""
     train, run = load_trainer(config.trainer)
     with ExitStack() as stack:
-        stack.enter_context(on_signal(_interrupt))
+        stack.enter_context(on_signal(interrupt))
         samples = open_log(stack, run_dir, "samples.jsonl")
         stream = HiddenStateStream(config.stream, _received_to(samples) if samples else None)
         stack.callback(stream.close)
@@ -80,7 +76,3 @@ def _steps_to(log: JsonLines) -> Callable[[int, list[SampleId], dict[str, float]
         log.write({"step": step, "ids": [str(id) for id in ids], "loss": metrics.get("loss")})
 
     return write
-
-
-def _interrupt() -> None:
-    raise Interrupted

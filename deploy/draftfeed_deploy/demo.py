@@ -76,10 +76,11 @@ output_dir = {checkpoints}
 threads = 1
 
 [trainer.options]
-{options}
+init = "target"          # the drafter starts from the target's last block
+batch_size = 1           # SpecForge drops what does not fill a step; with 1 nothing is left over
+num_anchors = 16
+save_interval_steps = 50
 """
-
-TRAINER_OPTIONS: dict[str, object] = {}
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +140,6 @@ def _write_configs(directory: Path, prompts: Path, target: Path, max_new_tokens:
         "checkpoints": _quoted(directory / "checkpoints"),
         "max_new_tokens": max_new_tokens,
         "shard_size": SHARD_SIZE,
-        "options": "\n".join(f"{k} = {json.dumps(v)}" for k, v in TRAINER_OPTIONS.items()),
     }
     (directory / "producer.toml").write_text(PRODUCER_TOML.format(**values))
     (directory / "consumer.toml").write_text(CONSUMER_TOML.format(**values))
@@ -196,13 +196,13 @@ class Service:
             )
 
     def stop(self) -> None:
-        """Ask, wait, then insist. Returns when it is gone."""
+        """Ask, wait, then insist; a second Ctrl-C insists at once. Returns when it is gone."""
         if self.poll() is not None:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
             self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             logger.warning("the %s does not stop; killing it", self.name)
             self._process.kill()
             self._process.wait()

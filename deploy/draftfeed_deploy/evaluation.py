@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
-
 from draftfeed_consumer.config import ConsumerConfig
 from draftfeed_consumer.evaluate import accepted_length, heldout_loss
 from draftfeed_consumer.stream import to_item
@@ -45,15 +43,14 @@ def _capture(producer: ProducerConfig, heldout: Path) -> list[Sample]:
     """Held-out samples, in the order of the file, made as the producer makes its own."""
     target_config, _ = producer.needed()
     assert isinstance(producer.engine, TransformersConfig)
-    engine_config = msgspec.structs.replace(producer.engine, threads=0)
     target = load_target(target_config)
     limit = prompt_limit(
         PromptsConfig(path=str(heldout)),
         target.max_positions,
-        engine_config.sampling.max_new_tokens,
+        producer.engine.sampling.max_new_tokens,
     )
     file = PromptFile(PromptsConfig(path=str(heldout)), target.tokenizer, limit)
-    engine = make_engine(engine_config, target_config)
+    engine = make_engine(producer.engine, target_config)
     try:
         return sorted(engine.run(file.prompts()), key=lambda sample: sample.id)
     finally:

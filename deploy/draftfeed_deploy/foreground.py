@@ -35,6 +35,11 @@ def watched(
             yield
 
 
+def interrupt() -> None:
+    """For `on_signal`: SIGTERM ends the main thread's work as Ctrl-C does, wherever it is."""
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def on_signal(act: Callable[[], None]) -> Iterator[None]:
     """SIGTERM and SIGINT call `act`; the second one acts as it would without us."""
