@@ -155,12 +155,12 @@ def train(stream: SampleStream, run: TrainerRun) -> TrainResult:
         stack.enter_context(_threads(run.threads))
         stack.enter_context(_process_group())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="draftfeed-")))
-        session = _Session(stream, run, options, config, resume, folder)
-        stack.callback(session.close)
-        return session.fit()
+        training = _Training(stream, run, options, config, resume, folder)
+        stack.callback(training.close)
+        return training.fit()
 
 
-class _Session:
+class _Training:
     """One call of `train`: SpecForge's trainer and our parts of it."""
 
     def __init__(
