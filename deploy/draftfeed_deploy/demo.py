@@ -37,7 +37,7 @@ PRODUCER_TOML = """\
 
 [engine]
 name = "transformers"
-batch_size = 32
+batch_size = 40
 threads = 1
 sampling = {{ max_new_tokens = {max_new_tokens}, temperature = 0.7, top_p = 0.95, seed = 1 }}
 

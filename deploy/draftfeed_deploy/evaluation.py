@@ -28,10 +28,10 @@ def evaluate(producer: ProducerConfig, consumer: ConsumerConfig, heldout: Path) 
     checkpoint = latest_checkpoint(run.output_dir)
     items = [to_item(sample) for sample in samples]
     prompts = [_prompt(sample) for sample in samples[:DECODED_PROMPTS]]
-    decoded = accepted_length(prompts, run.target, drafter, checkpoint, DECODED_TOKENS)
+    decoded = accepted_length(prompts, run.target_dir, drafter, checkpoint, DECODED_TOKENS)
     return Evaluation(
-        untrained_loss=heldout_loss(items, run.target, drafter, None),
-        trained_loss=heldout_loss(items, run.target, drafter, checkpoint),
+        untrained_loss=heldout_loss(items, run.target_dir, drafter, None),
+        trained_loss=heldout_loss(items, run.target_dir, drafter, checkpoint),
         accepted_length=decoded.mean,
         accepted_new_tokens=decoded.new_tokens,
         accepted_target_calls=decoded.target_calls,

@@ -108,3 +108,8 @@ def test_the_config_reads_from_a_table() -> None:
 
 def test_resolve_gives_any_callable() -> None:
     assert resolve("json:dumps") is __import__("json").dumps
+
+
+def test_specforge_without_a_target_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="target is missing"):
+        load(TrainerConfig(kind="specforge", output_dir=tmp_path))

@@ -248,6 +248,7 @@ def test_last_damaged_sample_does_not_leave_the_member_waiting(delivery: Deliver
     delivery.finish()
     member.say(m.Grant, ids=[id_of(k) for k in range(4)])
     member.receive()
+    actions: list[Action] = []
     for _ in range(MAX_NACKS):
         actions = member.say(m.Nack, id=id_of(3), reason="x")
         member.say(m.Grant, ids=[id_of(3)])

@@ -45,8 +45,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A trainer we ship: "specforge"."""
     function: str | None = None
     """Anyone's: "module:function", called as `function(stream, run)`."""
-    target: Path
-    """Model directory of the target: config, tokenizer, embedding and head are read from it."""
+    target: Path | None = None
+    """Model directory of the target: config, tokenizer, embedding and head are read from it.
+    "specforge" needs it; a function of your own may not."""
     output_dir: Path
     threads: int = 1
     """Of torch."""
@@ -59,10 +60,17 @@ class TrainerRun(msgspec.Struct, frozen=True, kw_only=True):
     """What a training function is given beside the stream."""
 
     output_dir: Path
-    target: Path
+    target: Path | None
     options: dict[str, Any]
     threads: int = 1
     policy: Policy = Policy()
+
+    @property
+    def target_dir(self) -> Path:
+        """Raises TrainerError when the configuration names no target."""
+        if self.target is None:
+            raise TrainerError("target is missing: the path of the target's model directory")
+        return self.target
 
 
 class TrainResult(NamedTuple):
@@ -87,7 +95,7 @@ def load(config: TrainerConfig) -> tuple[Train, TrainerRun]:
     """
     if (config.kind is None) == (config.function is None):
         raise TrainerError('needs either kind = "specforge" or function = "module:function"')
-    if not (config.target / "config.json").is_file():
+    if config.target is not None and not (config.target / "config.json").is_file():
         raise TrainerError(f"target {config.target} is not a model directory: no config.json")
     if config.threads < 1:
         raise TrainerError(f"threads is {config.threads}; at least one is needed")

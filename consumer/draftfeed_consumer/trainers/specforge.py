@@ -92,6 +92,7 @@ class SpecForgeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 def check(run: TrainerRun) -> None:
     """Raises TrainerError for options that cannot work, and when SpecForge is not installed."""
     parse_options(run.options)
+    _ = run.target_dir
     for package in ("torch", "transformers", "accelerate", "pydantic", "yaml", "psutil"):
         if importlib.util.find_spec(package) is None:
             raise TrainerError(f"kind = 'specforge' needs {package}; run: {INSTALL}")
@@ -120,7 +121,7 @@ def draft_config(run: TrainerRun, layer_ids: tuple[int, ...]) -> "DraftConfig":
     from draftfeed_consumer.trainers.dflash import DraftConfig, pick_mask_token, read_architecture
 
     options = parse_options(run.options)
-    architecture, blocks = read_architecture(run.target)
+    architecture, blocks = read_architecture(run.target_dir)
     mask = options.mask_token_id
     return DraftConfig(
         layer_ids=layer_ids,
@@ -128,7 +129,7 @@ def draft_config(run: TrainerRun, layer_ids: tuple[int, ...]) -> "DraftConfig":
         architecture=architecture,
         num_layers=options.num_layers,
         block_size=options.block_size,
-        mask_token_id=pick_mask_token(run.target) if mask is None else mask,
+        mask_token_id=pick_mask_token(run.target_dir) if mask is None else mask,
         num_anchors=options.num_anchors,
         gamma=options.gamma,
         objective_chunk_blocks=options.objective_chunk_blocks,
@@ -230,7 +231,7 @@ def _assemble(
     from draftfeed_consumer.trainers.specforge_hooks import AckLedger, Checkpoints, ShelfStore
 
     algorithm = create_registration()
-    model = dflash.build_training_model(config, run.target)
+    model = dflash.build_training_model(config, run.target_dir)
     ledger = AckLedger(stream, shelf, lambda: _numbers(trainer._controller.last_metrics), step)
     torch.manual_seed(options.seed)  # anchors are drawn from this
     with _quiet():
