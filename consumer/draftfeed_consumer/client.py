@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -89,6 +90,7 @@ class Client:
             queue.SimpleQueue()
         )
         self._waker, self._wake_end = socket.socketpair()
+        self._waker.setblocking(False)
         self._closing = threading.Event()
         self._opening = threading.Event()
         self._finished = threading.Event()
@@ -121,6 +123,10 @@ class Client:
 
     def wake(self) -> None:
         if not self._closing.is_set():
+            self._nudge()
+
+    def _nudge(self) -> None:
+        with suppress(BlockingIOError):  # full of wake-ups already
             self._waker.send(b"\0")
 
     def reject(self, id: SampleId, reason: str) -> None:
@@ -154,7 +160,7 @@ class Client:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._waker.send(b"\0")
+        self._nudge()
         self._thread.join()
         self._waker.close()
         self._wake_end.close()

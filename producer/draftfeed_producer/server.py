@@ -102,6 +102,7 @@ class Server:
         self._socket = listener.socket
         self._inbox: queue.SimpleQueue[SampleHeader | None] = queue.SimpleQueue()
         self._waker, self._wake_end = socket.socketpair()
+        self._waker.setblocking(False)
         self._unsent: deque[Send | SendChunk] = deque()
         """For the member of the session, in order."""
         self._closing: str | None = None
@@ -149,7 +150,8 @@ class Server:
         )
 
     def _wake(self) -> None:
-        self._waker.send(b"\0")
+        with suppress(BlockingIOError):  # full of wake-ups already
+            self._waker.send(b"\0")
 
     # the thread
 

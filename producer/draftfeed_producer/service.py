@@ -135,6 +135,7 @@ class ProducerService:
         self._phase = "generating"
         prompts = self._admitted(source.unfinished(spool.finished), spool, server)
         for sample in engine.run(prompts):
+            self._check(server)
             self._count(sample)
             if self._observe is not None:
                 self._observe(sample)

@@ -144,6 +144,19 @@ def test_quota_reached_waits_and_a_commit_frees_room(tmp_path: Path) -> None:
     spool.close()
 
 
+def test_sample_larger_than_the_quota_does_not_stop_the_spool_for_good(tmp_path: Path) -> None:
+    spool = open_spool(tmp_path, keep_checkpoints=1, quota_bytes=5_000)
+    spool.append(sample(0))
+    assert not spool.wait_for_space(0)
+    spool.commit(1, IdSet([sample(0).id]))
+    assert spool.wait_for_space(0)
+    spool.append(sample(1))
+    spool.close()
+    spool = open_spool(tmp_path)
+    assert ordinals(spool) == [1]
+    spool.close()
+
+
 def test_full_disk_in_mid_sample_leaves_nothing_of_it(tmp_path: Path) -> None:
     """A file size limit stands for the disk: the kernel refuses the write in the same way."""
     done = child("fill_the_disk", tmp_path)

@@ -42,9 +42,11 @@ class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dir: Path
     """Where the spool lives; made when missing."""
     quota_bytes: int = 64 << 30
-    """Generation pauses when the segments reach this size, and goes on when commits free some."""
+    """Generation pauses when the segments reach this size, and goes on when commits free some.
+    What the engine has begun by then is still stored: leave room for one batch more."""
     segment_bytes: int = 256 << 20
-    """A segment is closed at this size. Space comes back a segment at a time."""
+    """A segment is closed at this size, or at an eighth of the quota. Space comes back a segment
+    at a time."""
     fsync: Literal["always", "interval", "never"] = "interval"
     """When a record is forced to disk before it is offered. Killing the process loses nothing
     under any of them; losing power loses what `interval` (1 s) or `never` left to the kernel."""
@@ -93,10 +95,13 @@ class Spool:
             self._segments: dict[int, Segment] = {}
             self._records: dict[SampleId, Record] = {}
             self._load_segments()
+            self._number = max(self._segments, default=0)
+            """Of the segment that is appended to."""
         except BaseException:
             os.close(self._lock_file)
             raise
         self._committed = self._control.committed
+        self._segment_bytes = min(config.segment_bytes, config.quota_bytes // 8)
         self._space = threading.Condition()
         self._synced_at = time.monotonic()
         self._logical_bytes = 0
@@ -216,16 +221,17 @@ class Spool:
             self._records.update((record.header.id, record) for record in records)
 
     def _writable_segment(self) -> Segment:
-        last = max(self._segments, default=0)
-        if last and self._segments[last].end < self._config.segment_bytes:
-            return self._segments[last]
-        if last:
-            self._segments[last].sync()
-        number = last + 1
-        path = self._config.dir / f"{number:08d}.seg"
-        segment = Segment.create(path, number, self._descriptor.stream_id())
         with self._space:
-            self._segments[number] = segment
+            current = self._segments.get(self._number)
+        if current is not None and self._appendable(current):
+            return current
+        if current is not None:
+            current.sync()
+        self._number += 1
+        path = self._config.dir / f"{self._number:08d}.seg"
+        segment = Segment.create(path, self._number, self._descriptor.stream_id())
+        with self._space:
+            self._segments[self._number] = segment
         return segment
 
     def _sync(self, segment: Segment) -> None:
@@ -238,11 +244,10 @@ class Spool:
     def _free(self) -> None:
         gone = self._control.freeable
         with self._space:
-            last = max(self._segments, default=0)
             done = [
                 segment
-                for number, segment in self._segments.items()
-                if number != last and all(self._over(id, gone) for id in segment.ids)
+                for segment in self._segments.values()
+                if not self._appendable(segment) and all(self._over(id, gone) for id in segment.ids)
             ]
             for segment in done:
                 del self._segments[segment.number]
@@ -251,6 +256,9 @@ class Spool:
             self._space.notify_all()
         for segment in done:
             segment.unlink()
+
+    def _appendable(self, segment: Segment) -> bool:
+        return segment.number == self._number and segment.end < self._segment_bytes
 
     def _over(self, id: SampleId, gone: IdSet) -> bool:
         return id in gone or id in self._control.tombstones

@@ -86,8 +86,8 @@ class Segment:
         except BaseException:
             os.ftruncate(self._fd, self.end)
             raise
+        self.ids.add(sample.id)  # before the end moves: a full segment without open ids is deleted
         self.end = end
-        self.ids.add(sample.id)
         return Record(sample, self.number, tuple(spans))
 
     def read_chunk(self, record: Record, index: int) -> bytes:
