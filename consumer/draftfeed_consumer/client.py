@@ -26,6 +26,7 @@ from draftfeed_consumer.link import Link, LinkDown
 from draftfeed_consumer.reception import (
     Acknowledged,
     Action,
+    CheckpointWanted,
     Closing,
     Ended,
     Finished,
@@ -93,6 +94,7 @@ class Client:
         self._waker.setblocking(False)
         self._closing = threading.Event()
         self._opening = threading.Event()
+        self.checkpoint_wanted = threading.Event()
         self._finished = threading.Event()
         """The producer has everything it needs from us."""
         self.granted = threading.Event()
@@ -328,6 +330,8 @@ class Client:
                     self._buffer.end()
                 case Acknowledged():
                     self._note_acknowledged(action.number)
+                case CheckpointWanted():
+                    self.checkpoint_wanted.set()
                 case Finished():
                     self._finished.set()
                     self._note_acknowledged(self._acknowledged_number)

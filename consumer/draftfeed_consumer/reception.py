@@ -35,6 +35,10 @@ class Acknowledged(NamedTuple):
     number: int
 
 
+class CheckpointWanted(NamedTuple):
+    """The producer is short of disk space."""
+
+
 class Finished(NamedTuple):
     """Every prompt of the producer is terminal: it needs nothing more from us and exits."""
 
@@ -43,7 +47,7 @@ class Closing(NamedTuple):
     reason: str
 
 
-Action = Reply | Received | Ended | Acknowledged | Finished | Closing
+Action = Reply | Received | Ended | Acknowledged | CheckpointWanted | Finished | Closing
 
 
 class Reception:
@@ -87,6 +91,8 @@ class Reception:
             case m.EndOfSamples():
                 self._end_seen = True
                 return self._ended()
+            case m.CheckpointWanted():
+                return [CheckpointWanted()]
             case m.AllTerminal():
                 return [Finished()]
             case m.Closing():

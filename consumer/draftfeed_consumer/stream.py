@@ -124,8 +124,17 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         self._client.reject(id, reason)
         self.release([id])
 
+    @property
+    def checkpoint_wanted(self) -> bool:
+        """The producer's disk fills up; a checkpoint at the next step boundary frees some of it.
+
+        A trainer that only saves at the end may ignore it, if the spool's quota holds everything.
+        """
+        return self._client.checkpoint_wanted.is_set()
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint made now must hold. Plain values; take it at a step boundary."""
+        self._client.checkpoint_wanted.clear()
         return self._ledger.state(self.descriptor.stream_id())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def train(stream: HiddenStateStream, run: TrainerRun) -> None:
         loss.backward()
         optimizer.step()
         stream.trained([sample["id"]], step, {"loss": loss.item()})
-        if step % SAVE_STEPS == 0:
+        if step % SAVE_STEPS == 0 or stream.checkpoint_wanted:
             save(checkpoint, probe, optimizer, stream)
     save(checkpoint, probe, optimizer, stream)
 

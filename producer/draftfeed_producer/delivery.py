@@ -65,6 +65,8 @@ class Session:
         self.name = secrets.token_hex(8)
         self.open = False
         self.end_sent = False
+        self.asked_at: int | None = None
+        """Commit number at which a checkpoint was last asked for."""
         self.offered: set[SampleId] = set()
         self.granted: deque[SampleId] = deque()
         self.sending: tuple[SampleId, int] | None = None
@@ -152,6 +154,15 @@ class Delivery:
         return [
             Send(session.sender, m.Closing(term=self._term, session=session.name, reason=reason))
         ]
+
+    def short_of_space(self) -> list[Action]:
+        """The spool fills up: ask for a checkpoint, once for each commit."""
+        session = self.session
+        if session is None or not session.open or session.asked_at == self._commit_number:
+            return []
+        session.asked_at = self._commit_number
+        wanted = m.CheckpointWanted(term=self._term, session=session.name)
+        return [Send(session.sender, wanted)]
 
     # events of the wire
 

@@ -44,6 +44,8 @@ HIGH_WATER_MESSAGES = 8
 HIGH_WATER_REQUESTS = 64
 MAX_BACKLOG = 1000
 """Actions waiting for one member that has stopped reading; then its session ends."""
+CHECKPOINT_FILL = 0.7
+"""Of the quota. Two checkpoints may have to be made before anything is freed."""
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 LINGER_MS = 2_000
@@ -176,6 +178,8 @@ class Server:
             self._receive()
             sent = self._pump()
             self._ping()
+            if self._spool.fill > CHECKPOINT_FILL:
+                self._perform(self._delivery.short_of_space())
             if not sent and self._delivery.starved_of_credit:
                 self._no_credit_seconds += time.monotonic() - began
             if self._delivery.all_terminal and not self._unsent:

@@ -165,6 +165,10 @@ class Closing(InSession, frozen=True, kw_only=True):
     reason: str
 
 
+class CheckpointWanted(InSession, frozen=True, kw_only=True):
+    """The spool fills up: a checkpoint at the next step boundary would let it free space."""
+
+
 class Ping(InSession, frozen=True, kw_only=True):
     """Nothing to say: it finds out whether the member is still there."""
 
@@ -182,6 +186,7 @@ FromProducer = (
     | AllTerminal
     | Closing
     | Ping
+    | CheckpointWanted
 )
 
 

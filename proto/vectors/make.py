@@ -124,6 +124,7 @@ def messages() -> list[dict[str, Any]]:
         ("full", m.AllTerminal(**here)),
         ("full", m.Closing(**here, reason="restart")),
         ("full", m.Ping(**here)),
+        ("full", m.CheckpointWanted(**here)),
     ]
     return [
         {"name": name, "message": msgspec.to_builtins(message), "hex": m.encode(message).hex()}

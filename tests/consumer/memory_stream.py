@@ -73,6 +73,7 @@ class MemoryStream:
         self.rejected: dict[SampleId, str] = {}
         self.released: list[SampleId] = []
         self.most_held = 0
+        self.checkpoint_wanted = False
 
     def __iter__(self) -> Iterator[Item]:
         for item in self._items:
@@ -103,6 +104,7 @@ class MemoryStream:
         self.rejected[id] = reason
 
     def state_dict(self) -> dict[str, Any]:
+        self.checkpoint_wanted = False
         return {"trained": sorted(self._trained)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

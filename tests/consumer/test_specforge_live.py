@@ -72,6 +72,20 @@ def test_the_commit_comes_when_the_checkpoint_is_on_the_disk(
     assert checkpoints(tmp_path) == ["drafter-step4", "drafter-step5"]
 
 
+def test_a_checkpoint_that_is_wanted_is_made_after_the_next_step(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    states: list[int] = []
+    stream = MemoryStream(
+        tiny_target.DESCRIPTOR,
+        tiny_target.items(6),
+        on_commit=lambda state: states.append(len(state["trained"])),
+    )
+    stream.checkpoint_wanted = True
+    train(stream, tiny_target.run(tiny_target_dir, tmp_path, save_interval_steps=1000))
+    assert states == [1, 6]
+
+
 def test_a_tail_that_fills_no_step_is_reported_and_not_trained(
     tiny_target_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

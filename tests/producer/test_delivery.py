@@ -304,6 +304,16 @@ def test_unknown_sample_is_ignored(delivery: Delivery, kind: type[m.InSession]) 
     assert member.say(kind, id=id_of(77), reason="x") == []
 
 
+def test_checkpoint_is_asked_for_once_for_each_commit(delivery: Delivery) -> None:
+    assert delivery.short_of_space() == []
+    member = Member(delivery)
+    member.attach()
+    assert names(delivery.short_of_space()) == ["CheckpointWanted"]
+    assert delivery.short_of_space() == []
+    member.say(m.Commit, number=1, trained=[])
+    assert names(delivery.short_of_space()) == ["CheckpointWanted"]
+
+
 def test_commit_that_takes_samples_away_ends_the_session(delivery: Delivery) -> None:
     member = Member(delivery)
     member.attach()

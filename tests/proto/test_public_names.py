@@ -15,6 +15,7 @@ PUBLIC = {
     "ids": "IdSet SampleId WireRanges",
     "messages": "AllTerminal Begin Bye Chunk Closing Commit Committed Credit EndOfSamples Fence "
     "FromMember FromProducer Grant Granted InSession Message Nack Offer Open Opened Ping Refused "
+    "CheckpointWanted "
     "Reject Release VERSION check_version decode_from_member decode_from_producer encode",
     "sample": "Assembler LayerCounters Sample SampleHeader decoded_bytes encode_chunks header_of",
 }

@@ -15,6 +15,7 @@ CHECKPOINT_STEPS = 5
 def train(stream: HiddenStateStream, run: TrainerRun) -> None:
     path = run.output_dir / "checkpoint.json"
     counts: Counter[str] = Counter()
+    interval: int = run.options.get("checkpoint_steps", CHECKPOINT_STEPS)
     if path.exists():
         loaded = json.loads(path.read_text())
         counts.update(loaded["counts"])
@@ -22,7 +23,7 @@ def train(stream: HiddenStateStream, run: TrainerRun) -> None:
     for step, item in enumerate(stream, start=1):
         counts[str(item["id"])] += 1
         stream.trained([item["id"]], step, {"loss": 1 / step})
-        if step % CHECKPOINT_STEPS == 0:
+        if step % interval == 0 or stream.checkpoint_wanted:
             save(path, counts, stream)
     save(path, counts, stream)
 

@@ -76,6 +76,20 @@ def test_stopped_consumer_trains_the_rest_from_its_checkpoint(
     assert run.trained() == run.expected()
 
 
+def test_spool_smaller_than_the_run_asks_for_the_checkpoints_that_free_it(
+    start: Callable[..., Run],
+) -> None:
+    run = start()
+    producer = run.start("producer", "--set", "spool.quota_bytes=300_000")
+    consumer = run.start("consumer", "--set", "trainer.options.checkpoint_steps=1000")
+    for process in (consumer, producer):
+        code, output = run.ended(process)
+        assert code == 0, output
+    assert run.trained() == run.expected()
+    last = (run.directory / "producer/stats.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["stall_seconds"]["spool_full"] > 0
+
+
 def test_consumer_started_first_says_that_it_waits(start: Callable[..., Run]) -> None:
     run = start()
     consumer = run.start("consumer")

@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -261,8 +262,16 @@ def _assemble(
         max_checkpoints=options.max_checkpoints,
     )
     trainer._controller._checkpoint_mgr = checkpoints
+    ledger.on_step = partial(_checkpoint_when_wanted, stream, trainer._controller, options)
     trainer._controller._make_progress_bar = lambda: None  # the terminal is not ours
     return trainer, ledger, checkpoints
+
+
+def _checkpoint_when_wanted(
+    stream: SampleStream, controller: Any, options: SpecForgeOptions
+) -> None:
+    """SpecForge looks at its interval after every step: with 1 it saves after this one."""
+    controller.save_interval = 1 if stream.checkpoint_wanted else options.save_interval_steps
 
 
 def _optimizer_factory(options: SpecForgeOptions) -> Any:

@@ -134,6 +134,8 @@ class AckLedger(MetadataStore):  # type: ignore[misc]
         self.step = step
         self.trained = 0
         self.error: BaseException | None = None
+        self.on_step: Callable[[], None] = lambda: None
+        """Called between a step and SpecForge's decision to save."""
 
     def commit_sample(self, ref: SampleRef) -> bool:
         with self._lock:
@@ -167,6 +169,7 @@ class AckLedger(MetadataStore):  # type: ignore[misc]
             raise
         self.step = global_step
         self.trained += len(ids)
+        self.on_step()
 
     def durable_marker(self) -> dict[str, Any]:
         return {"acked": set(), "global_step": self.step, "optimizer_durable": True}

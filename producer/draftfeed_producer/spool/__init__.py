@@ -189,6 +189,11 @@ class Spool:
     def tombstones(self) -> dict[SampleId, Tombstone]:
         return self._control.tombstones
 
+    @property
+    def fill(self) -> float:
+        """Bytes of the segments, as a share of the quota."""
+        return self._bytes() / self._config.quota_bytes
+
     def statistics(self) -> SpoolStatistics:
         with self._space:
             return SpoolStatistics(
