@@ -20,6 +20,17 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int = 0
     stall_seconds: float = 1.0
     """When nothing has arrived for this long, a window that is not full yields all the same."""
+    hoard_seconds: float = 30.0
+    """A trainer that waits for a sample, while what it has not released leaves no room for one,
+    is told so after this long: another of its threads may be about to release."""
+
+    def __post_init__(self) -> None:
+        for field in ("capacity_bytes", "window_samples"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}, it must be at least 1")
+        for field in ("stall_seconds", "hoard_seconds"):
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field} is {getattr(self, field)}, it must not be negative")
 
 
 class BufferStatistics(NamedTuple):
@@ -52,6 +63,8 @@ class Buffer:
         self._arrived_at = time.monotonic()
         self._empty_seconds = 0.0
         self._refused_bytes = 0
+        """Size of the sample that room was refused for; 0 when none is waiting for room."""
+        self._hoarding_since: float | None = None
 
     # receiving thread
 
@@ -116,6 +129,8 @@ class Buffer:
     def release(self, id: SampleId) -> bool:
         """The trainer has copied the tensors or dropped them; whether it held them."""
         with self._changed:
+            self._refused_bytes = 0  # the receiving thread tries again
+            self._hoarding_since = None
             return self._held.pop(id, None) is not None
 
     def statistics(self) -> BufferStatistics:
@@ -144,6 +159,11 @@ class Buffer:
     def _check_progress(self) -> None:
         held = sum(self._held.values())
         if self._ready or self._reserved_bytes or not self._refused_bytes or not held:
+            self._hoarding_since = None
+            return
+        if self._hoarding_since is None:
+            self._hoarding_since = time.monotonic()
+        if time.monotonic() - self._hoarding_since < self._config.hoard_seconds:
             return
         why = f"the trainer holds {held} bytes in {len(self._held)} samples and waits for more"
         raise BufferTooSmall(held + self._refused_bytes, self._config.capacity_bytes, why)

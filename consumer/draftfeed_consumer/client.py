@@ -1,6 +1,7 @@
 """The client: one thread that keeps a link to the producer and fills the buffer."""
 
 import logging
+import math
 import queue
 import secrets
 import socket
@@ -36,13 +37,15 @@ from draftfeed_consumer.reception import (
 )
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor, Expectation
-from draftfeed_proto.errors import MalformedMessage, ProtoError
+from draftfeed_proto.errors import DescriptorMismatch, IncompatibleVersion, ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 
 POLL_MS = 200
+PASSING_REFUSALS = ("held", "malformed", "session")
+"""After these it is worth attaching again; every other refusal is final."""
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0)
 """Pauses between attempts to attach; the last one repeats."""
 FENCE_SECONDS = 10.0
@@ -59,6 +62,10 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lost_after_seconds: float = 600.0
     """A link that was up and stays down for longer ends the stream with StreamLost. Before the
     first attachment the consumer waits for as long as it takes."""
+
+    def __post_init__(self) -> None:
+        if self.lost_after_seconds < 0:
+            raise ValueError(f"lost_after_seconds is {self.lost_after_seconds}, it must be >= 0")
 
 
 class ClientStatistics(NamedTuple):
@@ -107,7 +114,7 @@ class Client:
         self._sent_number = 0
         """Of the commit sent in this session."""
         self._down_since = time.monotonic()
-        self._reported_at = 0.0
+        self._reported_at = -math.inf
         self._was_attached = False
         self._closing_reason: str | None = None
         self._counts = ClientStatistics(False, 0, 0, 0, 0, 0, 0.0)
@@ -132,11 +139,14 @@ class Client:
             self._waker.send(b"\0")
 
     def reject(self, id: SampleId, reason: str) -> None:
-        self._outbox.put(
-            lambda session: m.Reject(
-                term=session.term, session=session.session, id=id, reason=reason[:500]
-            )
-        )
+        """The sample counts as held until this is sent: in a new session it is claimed first, or
+        the producer would send it once more."""
+
+        def message(session: Reception) -> m.FromMember:
+            self._ledger.drop(id)
+            return m.Reject(term=session.term, session=session.session, id=id, reason=reason[:500])
+
+        self._outbox.put(message)
         self.wake()
 
     def commit(self, state: LedgerState) -> None:
@@ -206,7 +216,7 @@ class Client:
                 self._check_patience(str(error))
             self._closing.wait(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)])
         if not self._finished.is_set():
-            self._buffer.fail(StreamClosed())
+            self._fail(StreamClosed())
 
     def _check_patience(self, reason: str) -> None:
         now = time.monotonic()
@@ -230,10 +240,13 @@ class Client:
                 self._check_patience("it does not answer, or serves another consumer")
             else:
                 self._stay(link, answer)
+        except (DescriptorMismatch, IncompatibleVersion) as error:
+            raise StreamRefused(self._config.address, "mismatch", str(error)) from error
         except ProtoError as error:
-            logger.warning("dropped the link: %s", error)
+            self._check_patience(str(error))
+            granted = False
         except LinkDown as error:
-            if self._was_attached:
+            if self._was_attached and not self._finished.is_set():
                 logger.warning("the link to %s is down: %s", self._config.address, error)
         finally:
             self._mark_down()
@@ -252,7 +265,7 @@ class Client:
         )
         answer = self._await_answer(link)
         if isinstance(answer, m.Refused):
-            if answer.code != "held":
+            if answer.code not in PASSING_REFUSALS:
                 raise StreamRefused(config.address, answer.code, answer.reason)
             self._check_patience(answer.reason)
             return None
@@ -273,7 +286,9 @@ class Client:
         m.check_version(granted.version)
         self._expect.check(granted.descriptor)
         if granted.stream_id != granted.descriptor.stream_id():
-            raise MalformedMessage("the stream id is not that of the descriptor")
+            raise StreamRefused(
+                self._config.address, "mismatch", "its stream id is not that of its descriptor"
+            )
         self._mark_up(granted)
         reception = Reception(granted, self._buffer, self._ledger)
         poller = self._poller(link)
@@ -306,7 +321,7 @@ class Client:
         self._perform(link, reception.grant())
 
     def _check_refused(self, message: m.FromProducer) -> None:
-        if isinstance(message, m.Refused) and message.code in ("rollback", "mismatch"):
+        if isinstance(message, m.Refused) and message.code not in PASSING_REFUSALS:
             raise StreamRefused(self._config.address, message.code, message.reason)
 
     def _send_outbox(self, link: Link, reception: Reception) -> None:
@@ -335,6 +350,8 @@ class Client:
                 case Finished():
                     self._finished.set()
                     self._note_acknowledged(self._acknowledged_number)
+                case Closing() if self._finished.is_set():
+                    pass
                 case Closing():
                     self._closing_reason = action.reason
                     raise LinkDown(f"the producer is shutting down: {action.reason}")

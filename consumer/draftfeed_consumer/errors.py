@@ -3,6 +3,7 @@
 ConsumerError (ValueError)
 ├── BufferTooSmall       the buffer cannot hold what the trainer needs at once
 ├── TrainerError         the [trainer] table names nothing that can be run
+├── StateError           a checkpoint's state that is not this stream's, or none at all
 ├── AddressError         an address ZeroMQ does not understand
 └── StreamError          the stream ended otherwise than at the end of its samples
     ├── StreamRefused    the producer will not serve this consumer: configuration, not weather
@@ -29,6 +30,10 @@ class TrainerError(ConsumerError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"[trainer] {reason}")
         self.reason = reason
+
+
+class StateError(ConsumerError):
+    """Not a state of ours, of another stream, or given when samples had already come."""
 
 
 class AddressError(ConsumerError):

@@ -5,7 +5,11 @@ from typing import Any
 
 import msgspec
 
+from draftfeed_consumer.errors import StateError
+from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import IdSet, SampleId, WireRanges
+
+FORMAT = 1
 
 
 class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,9 +37,14 @@ class Ledger:
         self.trained_count = 0
         """Since this process began."""
 
-    def hold(self, id: SampleId) -> None:
+    def hold(self, id: SampleId) -> bool:
+        """Whether it is new. A sample that is held or was trained must not be trained again,
+        whatever made the producer send it."""
         with self._lock:
-            self._held.add(id)
+            new = id not in self._held and id not in self._trained
+            if new:
+                self._held.add(id)
+            return new
 
     def drop(self, id: SampleId) -> None:
         """Rejected or given back: no longer this member's."""
@@ -57,17 +66,17 @@ class Ledger:
         """State for a checkpoint that is being made at an optimizer boundary."""
         with self._lock:
             self._number += 1
-            state = LedgerState(1, stream_id, self._number, self._trained.to_wire())
+            state = LedgerState(FORMAT, stream_id, self._number, self._trained.to_wire())
         plain: dict[str, Any] = msgspec.to_builtins(state)
         return plain
 
     def load(self, state: dict[str, Any]) -> LedgerState:
-        """Go on from a checkpoint. Raises ValueError when it is not such a state."""
+        """Go on from a checkpoint. Raises StateError when it is not such a state."""
         loaded = parse(state)
         with self._lock:
             self._trained = IdSet.from_wire(loaded.trained)
             self._committed = self._trained.copy()
-            self._number = loaded.number
+            self._number = max(self._number, loaded.number)
         return loaded
 
     def follow(self, number: int) -> None:
@@ -91,8 +100,12 @@ class Ledger:
 
 
 def parse(state: dict[str, Any]) -> LedgerState:
-    """Raises ValueError when a checkpoint's state is not one of ours."""
+    """Raises StateError when a checkpoint's state is not one of ours."""
     try:
-        return msgspec.convert(state, LedgerState)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"not a draftfeed state: {error}") from error
+        loaded = msgspec.convert(state, LedgerState)
+        IdSet.from_wire(loaded.trained)
+    except (msgspec.ValidationError, ProtoError) as error:
+        raise StateError(f"not a draftfeed state: {error}") from error
+    if loaded.format != FORMAT:
+        raise StateError(f"a state of format {loaded.format}, this draftfeed reads {FORMAT}")
+    return loaded

@@ -116,11 +116,6 @@ class Reception:
             self._buffer.cancel(size_bytes)
         self._due.clear()
 
-    @property
-    def waiting(self) -> bool:
-        """Samples are offered that there is no room for."""
-        return bool(self._offers)
-
     def _begin(self, message: m.Begin) -> list[Action]:
         header = message.header
         header.check_stream(self._granted.descriptor)
@@ -151,9 +146,12 @@ class Reception:
         sample = assembler.sample()
         self._check_vocabulary(sample)
         self._assembler = None
-        del self._due[sample.id]
-        self._ledger.hold(sample.id)
-        return [Received(sample), *self._ended()]
+        size_bytes = self._due.pop(sample.id)
+        if self._ledger.hold(sample.id):
+            return [Received(sample), *self._ended()]
+        logger.warning("sample %s came again and is dropped", sample.id)
+        self._buffer.cancel(size_bytes)
+        return self._ended()
 
     def _check_vocabulary(self, sample: Sample) -> None:
         highest, size = int(sample.input_ids.max()), self._granted.descriptor.vocab_size

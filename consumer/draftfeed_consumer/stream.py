@@ -9,7 +9,7 @@ import torch
 
 from draftfeed_consumer.buffer import Buffer, BufferConfig, BufferStatistics
 from draftfeed_consumer.client import Client, ClientConfig, ClientStatistics
-from draftfeed_consumer.errors import ConsumerError
+from draftfeed_consumer.errors import StateError
 from draftfeed_consumer.ledger import Ledger, parse
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.ids import SampleId
@@ -69,6 +69,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         self._buffer = Buffer(config.buffer)
         self._ledger = Ledger()
         self._client = Client(config.producer, config.expect, self._buffer, self._ledger, observe)
+        self._iterated = False
         self._rejected = 0
         self._step = 0
         self._metrics: dict[str, float] = {}
@@ -87,6 +88,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         dtype = torch.float16 if self.descriptor.dtype == "fp16" else torch.bfloat16
+        self._iterated = True
         self._client.open()
         while (sample := self._buffer.take()) is not None:
             yield to_item(sample, dtype)
@@ -120,7 +122,6 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         """This sample is not to be trained, now or ever; the producer reports it."""
         logger.warning("rejected sample %s: %s", id, reason)
         self._rejected += 1
-        self._ledger.drop(id)
         self._client.reject(id, reason)
         self.release([id])
 
@@ -140,12 +141,14 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, before iterating.
 
-        Raises ValueError when it is no state of ours, or of another stream.
+        Raises StateError when it is no state of ours, or of another stream, or too late.
         """
+        if self._iterated:
+            raise StateError("load_state_dict comes before iterating: samples have come already")
         stream_id = self.descriptor.stream_id()
         loaded = parse(state)
         if loaded.stream_id != stream_id:
-            raise ConsumerError(
+            raise StateError(
                 f"the checkpoint belongs to stream {loaded.stream_id}, the producer serves "
                 f"{stream_id}: other model, layers or tokenizer"
             )

@@ -5,6 +5,7 @@ durable before the next action is carried out.
 """
 
 import heapq
+import itertools
 import logging
 import secrets
 from collections import deque
@@ -73,6 +74,8 @@ class Session:
         """(sample, index of its next chunk)"""
         self.leased: set[SampleId] = set()
         """Granted, sending or sent, until committed, rejected or given back."""
+        self.received: set[SampleId] = set()
+        """Sent whole, or claimed as held when it attached: what it can have trained."""
         self.credit_bytes = 0
         self.sent_bytes = 0
 
@@ -99,6 +102,7 @@ class Delivery:
         self._term = term
         self.session: Session | None = None
         self._samples: dict[SampleId, SampleHeader] = {}
+        self._counter = itertools.count()
         self._sequence: dict[SampleId, int] = {}
         self._queue: list[tuple[int, SampleId]] = []
         self._nacks: dict[SampleId, int] = {}
@@ -123,7 +127,8 @@ class Delivery:
 
     @property
     def leased(self) -> int:
-        return len(self.session.leased) if self.session else 0
+        session = self.session  # another thread asks; the session may end meanwhile
+        return len(session.leased) if session else 0
 
     @property
     def all_terminal(self) -> bool:
@@ -139,6 +144,10 @@ class Delivery:
     # events of the producer
 
     def stored(self, header: SampleHeader) -> list[Action]:
+        """A sample that a member's checkpoint already had when it attached is not offered: the
+        engine was at work on it when the member came."""
+        if header.id in self.committed:
+            return []
         self._enqueue_new(header)
         return self._offers()
 
@@ -155,10 +164,13 @@ class Delivery:
             Send(session.sender, m.Closing(term=self._term, session=session.name, reason=reason))
         ]
 
-    def short_of_space(self) -> list[Action]:
-        """The spool fills up: ask for a checkpoint, once for each commit."""
+    def short_of_space(self, worth_bytes: float) -> list[Action]:
+        """The spool fills up: ask for a checkpoint, once for each commit, and only when one would
+        cover so many encoded bytes: a spool at its quota must not mean one after every step."""
         session = self.session
         if session is None or not session.open or session.asked_at == self._commit_number:
+            return []
+        if sum(self._samples[id].encoded_bytes for id in session.received) < worth_bytes:
             return []
         session.asked_at = self._commit_number
         wanted = m.CheckpointWanted(term=self._term, session=session.name)
@@ -172,9 +184,17 @@ class Delivery:
             return self._fence(sender, message)
         session = self.session
         if session is None or sender != session.sender or not session.owns(message):
-            logger.info("ignored %s of a session that is over", type(message).__name__)
-            return []
+            return self._stale(sender, message)
         return self._in_session(session, message)
+
+    def _stale(self, sender: bytes, message: m.InSession) -> list[Action]:
+        """Whoever still speaks in a session that is over must hear that it is."""
+        logger.info("%s of a session that is over", type(message).__name__)
+        if isinstance(message, m.Bye):
+            return []
+        return [
+            Send(sender, m.Refused(code="session", reason="this session is over; attach again"))
+        ]
 
     def disconnected(self, sender: bytes) -> None:
         """The member's leases go back; it may attach again and claim those it still holds."""
@@ -188,8 +208,9 @@ class Delivery:
         session = self.session
         if session is None or not session.open:
             return []
-        if session.sending is None and session.granted:
-            return self._begin(session, session.granted.popleft())
+        while session.sending is None and session.granted:
+            if begin := self._begin(session, session.granted.popleft()):
+                return begin
         if session.sending is None or session.sent_bytes >= session.credit_bytes:
             return []
         return self._send_chunk(session, *session.sending)
@@ -238,6 +259,7 @@ class Delivery:
         actions = self._adopt(trained)
         held = {id for id in message.held if id in self._samples}
         session.leased |= held
+        session.received |= held
         self._queue = [(order, id) for order, id in self._queue if id not in held]
         heapq.heapify(self._queue)
         session.open = True
@@ -300,14 +322,14 @@ class Delivery:
             session.sender,
             m.Committed(term=self._term, session=session.name, number=message.number),
         )
-        if message.number <= self._commit_number:
-            return [done]
         trained = IdSet.from_wire(message.trained)
+        if trained == self.committed:
+            return [done]
         fault = self._commit_fault(session, trained)
         if fault:
             self._end_session(session)
             return [Send(session.sender, m.Refused(code="malformed", reason=fault))]
-        stored = self._commit_set(message.number, trained)
+        stored = self._commit_set(max(message.number, self._commit_number + 1), trained)
         return [*stored, done, *self._endings()]
 
     def _commit_fault(self, session: Session, trained: IdSet) -> str:
@@ -316,7 +338,7 @@ class Delivery:
             return f"commit without {len(lost)} samples that the last one had"
         fresh = trained - self.committed
         # The count first: a few bytes can claim ranges of a billion samples.
-        if len(fresh) > len(session.leased) or any(id not in session.leased for id in fresh):
+        if len(fresh) > len(session.received) or any(id not in session.received for id in fresh):
             return "commit of samples that this member does not hold"
         return ""
 
@@ -337,7 +359,7 @@ class Delivery:
     def _begin(self, session: Session, id: SampleId) -> list[Action]:
         header = self._samples.get(id)
         if header is None:
-            return self.next_chunk()
+            return []
         session.sending = (id, 0)
         return [Send(session.sender, m.Begin(term=self._term, session=session.name, header=header))]
 
@@ -347,6 +369,8 @@ class Delivery:
         session.sending = None if last else (id, index + 1)
         if header is None:
             return []
+        if last:
+            session.received.add(id)
         chunk = m.Chunk(term=self._term, session=session.name, id=id, index=index)
         ending = self._endings() if last else []
         return [SendChunk(session.sender, chunk), *ending]
@@ -390,7 +414,7 @@ class Delivery:
         self.session = None
 
     def _enqueue_new(self, header: SampleHeader) -> None:
-        self._sequence[header.id] = len(self._sequence)
+        self._sequence[header.id] = next(self._counter)
         self._samples[header.id] = header
         heapq.heappush(self._queue, (self._sequence[header.id], header.id))
 
@@ -402,6 +426,7 @@ class Delivery:
     def _give_back(self, session: Session, ids: set[SampleId]) -> None:
         ids &= session.leased
         session.leased -= ids
+        session.received -= ids
         session.granted = deque(id for id in session.granted if id not in ids)
         if session.sending and session.sending[0] in ids:
             session.sending = None
@@ -412,8 +437,10 @@ class Delivery:
         for id in ids:
             self._samples.pop(id, None)
             self._nacks.pop(id, None)
+            self._sequence.pop(id, None)
             if self.session is not None:
                 self.session.leased.discard(id)
+                self.session.received.discard(id)
                 self.session.offered.discard(id)
 
 

@@ -46,6 +46,7 @@ MAX_BACKLOG = 1000
 """Actions waiting for one member that has stopped reading; then its session ends."""
 CHECKPOINT_FILL = 0.7
 """Of the quota. Two checkpoints may have to be made before anything is freed."""
+STORE_RETRY_SECONDS = 0.5
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 LINGER_MS = 2_000
@@ -108,6 +109,7 @@ class Server:
         self._unsent: deque[Send | SendChunk] = deque()
         """For the member of the session, in order."""
         self._closing: str | None = None
+        self._closed = threading.Event()
         self._wire_bytes = 0
         self._no_credit_seconds = 0.0
         self._ping_due = 0.0
@@ -134,6 +136,7 @@ class Server:
         if self._closing is not None:
             return
         self._closing = reason
+        self._closed.set()
         self._wake()
         self._thread.join()
         self._listener.close()
@@ -178,13 +181,15 @@ class Server:
             self._receive()
             sent = self._pump()
             self._ping()
-            if self._spool.fill > CHECKPOINT_FILL:
-                self._perform(self._delivery.short_of_space())
+            self._look_after_disk()
             if not sent and self._delivery.starved_of_credit:
                 self._no_credit_seconds += time.monotonic() - began
             if self._delivery.all_terminal and not self._unsent:
                 self.all_terminal.set()
         self._perform(self._delivery.close(self._closing))
+        deadline = time.monotonic() + LINGER_MS / 1000
+        while not self._flush() and time.monotonic() < deadline:
+            poller.poll(RETRY_MS)
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
@@ -266,6 +271,16 @@ class Server:
             self._send(action.sender, [m.encode(action.message)])
 
     def _store(self, action: StoreTerm | StoreCommit | StoreTombstone) -> None:
+        """Until it is durable: what follows must not be said before."""
+        while self._closing is None:
+            try:
+                self._store_once(action)
+                return
+            except OSError as error:
+                logger.error("the control log cannot be written (%s); trying again", error)
+                self._closed.wait(STORE_RETRY_SECONDS)
+
+    def _store_once(self, action: StoreTerm | StoreCommit | StoreTombstone) -> None:
         match action:
             case StoreCommit():
                 self._spool.commit(action.number, action.trained)
@@ -276,7 +291,10 @@ class Server:
                 self._spool.grant(Term(action.term, action.group, action.incarnation))
 
     def _send_chunk(self, action: SendChunk) -> None:
-        frame = self._spool.read_chunk(action.message.id, action.message.index)
+        try:
+            frame = self._spool.read_chunk(action.message.id, action.message.index)
+        except KeyError:  # it became terminal while it waited here
+            return
         if self._send(action.sender, [m.encode(action.message), frame]):
             self._delivery.sent(action.sender, len(frame))
 
@@ -292,6 +310,11 @@ class Server:
             return False
         self._wire_bytes += sum(map(len, frames))
         return True
+
+    def _look_after_disk(self) -> None:
+        self._spool.sync_when_due()
+        if self._spool.fill > CHECKPOINT_FILL:
+            self._perform(self._delivery.short_of_space(self._spool.checkpoint_bytes))
 
     def _ping(self) -> None:
         session = self._delivery.session

@@ -36,6 +36,8 @@ class ProducerStatistics(NamedTuple):
     """Fed tokens of those: their rows."""
     captured: int
     """Rows captured, of samples still being generated too."""
+    recaptured: int
+    """Samples made again because a row was missing. Anything but 0 deserves a look."""
     response_tokens: int
     counters: tuple[LayerCounters, ...]
     """Per layer, summed over those."""
@@ -90,7 +92,14 @@ class ProducerService:
             self._deliver(server)
 
     def stop(self) -> None:
-        """Generation stops within one forward pass; what is not finished is made again later."""
+        """Generation stops within one forward pass; what is not finished is made again later.
+
+        Safe in a signal handler: the thread it interrupts may hold the very lock that setting an
+        event takes, so another thread sets it.
+        """
+        threading.Thread(target=self._stop, name="stop", daemon=True).start()
+
+    def _stop(self) -> None:
         self._stopped.set()
         if self._engine is not None:
             self._engine.stop()
@@ -102,6 +111,7 @@ class ProducerService:
             self._samples,
             self._tokens,
             self._engine.captured if self._engine else 0,
+            self._engine.recaptured if self._engine else 0,
             self._response_tokens,
             self._counters,
             self._spool_full_seconds,

@@ -12,13 +12,20 @@ from samples import sample
 SIZE = size_of(sample(0))
 
 
-def buffer(samples: int, window: int = 1, stall_seconds: float = 30.0, seed: int = 0) -> Buffer:
+def buffer(
+    samples: int,
+    window: int = 1,
+    stall_seconds: float = 30.0,
+    seed: int = 0,
+    hoard_seconds: float = 0.0,
+) -> Buffer:
     return Buffer(
         BufferConfig(
             capacity_bytes=samples * SIZE,
             window_samples=window,
             stall_seconds=stall_seconds,
             seed=seed,
+            hoard_seconds=hoard_seconds,
         )
     )
 
@@ -96,22 +103,30 @@ def test_stalled_stream_yields_a_window_that_is_not_full() -> None:
     assert room.take() is not None
 
 
-@pytest.mark.parametrize("act", [Buffer.end, lambda room: room.fail(StreamLost("tcp://x", 3.0))])
-def test_waiting_trainer_is_woken(act: Callable[[Buffer], None]) -> None:
-    room = buffer(2)
+def test_waiting_trainer_hears_of_the_end_and_of_a_failure() -> None:
+    for act, outcome in (
+        (Buffer.end, None),
+        (lambda room: room.fail(StreamLost("tcp://x", 3.0)), StreamLost),
+    ):
+        room = buffer(2)
+        assert taken_while(room, act) is outcome
+
+
+def taken_while(room: Buffer, act: Callable[[Buffer], None]) -> object:
+    """What a thread gets that waits for a sample while `act` happens: None, or a kind of error."""
     outcome: list[object] = []
 
     def wait() -> None:
         try:
             outcome.append(room.take())
         except StreamLost as error:
-            outcome.append(error)
+            outcome.append(type(error))
 
     thread = threading.Thread(target=wait)
     thread.start()
     act(room)
     thread.join(10)
-    assert outcome == [None] or isinstance(outcome[0], StreamLost)
+    return outcome[0]
 
 
 def test_trainer_that_waits_while_holding_everything_is_told() -> None:
@@ -122,6 +137,32 @@ def test_trainer_that_waits_while_holding_everything_is_told() -> None:
     assert not room.reserve(SIZE)
     with pytest.raises(BufferTooSmall, match=f"capacity_bytes to {3 * SIZE}"):
         room.take()
+
+
+def test_release_by_another_thread_is_waited_for() -> None:
+    room = buffer(2, hoard_seconds=30.0)
+    fill(room, range(2))
+    held = [room.take() for _ in range(2)]
+    assert not room.reserve(SIZE)
+
+    def release_and_send(target: Buffer) -> None:
+        assert held[0] is not None
+        target.release(held[0].id)
+        fill(target, range(2, 3))
+        target.fail(StreamLost("tcp://x", 3.0))
+
+    assert taken_while(room, release_and_send) is StreamLost
+
+
+def test_released_room_is_not_mistaken_for_hoarding() -> None:
+    room = buffer(2)
+    fill(room, range(2))
+    held = [room.take() for _ in range(2)]
+    assert not room.reserve(SIZE)
+    assert held[0] is not None
+    room.release(held[0].id)
+    room.end()
+    assert room.take() is None
 
 
 def test_sample_larger_than_the_whole_buffer_is_told_at_once() -> None:

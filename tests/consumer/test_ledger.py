@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from draftfeed_consumer.errors import StateError
 from draftfeed_consumer.ledger import Ledger, parse
 from draftfeed_proto.ids import IdSet, SampleId
 from samples import sample
@@ -64,7 +65,14 @@ def test_numbers_rise_and_follow_the_producer() -> None:
     assert [parse(made.state("s")).number for _ in range(2)] == [42, 43]
 
 
+def test_sample_that_was_trained_is_not_held_again() -> None:
+    made = ledger(0)
+    assert not made.hold(ids(0)[0])
+    made.train(ids(0))
+    assert not made.hold(ids(0)[0])
+
+
 @pytest.mark.parametrize("state", [{}, {"format": 1}, {"trained": 3}, {"extra": 1}])
 def test_checkpoint_of_something_else_is_refused(state: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="not a draftfeed state"):
+    with pytest.raises(StateError, match="not a draftfeed state"):
         Ledger().load(state)

@@ -9,6 +9,7 @@ from typing import Any
 
 from draftfeed_producer.errors import SpoolFull
 from draftfeed_producer.spool import Spool, SpoolConfig
+from draftfeed_proto.ids import IdSet
 from samples import DATASET, DESCRIPTOR, sample
 
 
@@ -34,10 +35,36 @@ def fill_the_disk(directory: str) -> None:
     spool.close()
 
 
+def fill_at_a_segment(directory: str) -> None:
+    """Three times no new segment can be begun; then it can."""
+    config = SpoolConfig(dir=Path(directory), segment_bytes=1)
+    spool = Spool(config, DESCRIPTOR, DATASET)
+    spool.append(sample(0))
+    _limit_files(0)
+    for _ in range(3):
+        try:
+            spool.append(sample(1))
+        except SpoolFull:
+            continue
+        sys.exit("a full disk took a sample")
+    _limit_files(resource.RLIM_INFINITY)
+    spool.append(sample(1))
+    spool.close()
+
+
+def commit_on_a_full_disk(directory: str) -> None:
+    """No file may grow beyond what it has: the kernel's ENOSPC with another number."""
+    spool = Spool(SpoolConfig(dir=Path(directory)), DESCRIPTOR, DATASET)
+    spool.append(sample(0))
+    _limit_files((Path(directory) / "control.log").stat().st_size)
+    spool.commit(1, IdSet([sample(0).id]))
+    spool.close()
+
+
 def _limit_files(size_bytes: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
 if __name__ == "__main__":
-    {"store_and_die": store_and_die, "fill_the_disk": fill_the_disk}[sys.argv[1]](*sys.argv[2:])
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -93,6 +93,7 @@ def test_commit_is_durable_before_it_is_acknowledged(delivery: Delivery) -> None
     member = Member(delivery)
     member.attach()
     member.say(m.Grant, ids=[id_of(0)])
+    member.receive()
     trained = IdSet([id_of(0)])
     actions = member.say(m.Commit, number=1, trained=trained.to_wire())
     assert names(actions) == ["StoreCommit", "Committed"]
@@ -102,8 +103,11 @@ def test_commit_is_durable_before_it_is_acknowledged(delivery: Delivery) -> None
 def test_repeated_commit_is_acknowledged_and_stored_once(delivery: Delivery) -> None:
     member = Member(delivery)
     member.attach()
+    member.say(m.Grant, ids=[id_of(0)])
+    member.receive()
+    trained = IdSet([id_of(0)]).to_wire()
     for expected in (["StoreCommit", "Committed"], ["Committed"]):
-        assert names(member.say(m.Commit, number=1, trained=[])) == expected
+        assert names(member.say(m.Commit, number=1, trained=trained)) == expected
 
 
 def test_nothing_is_sent_before_it_is_granted_and_credited(delivery: Delivery) -> None:
@@ -190,8 +194,9 @@ def test_messages_of_an_old_session_do_nothing(delivery: Delivery) -> None:
     old.attach()
     new = Member(delivery, BOB, "1")
     new.attach()
-    assert old.say(m.Commit, number=9, trained=[]) == []
-    assert delivery.received(BOB, m.Grant(term=1, session="forged", ids=[id_of(0)])) == []
+    assert names(old.say(m.Commit, number=9, trained=[])) == ["Refused"]
+    forged = m.Grant(term=1, session="forged", ids=[id_of(0)])
+    assert names(delivery.received(BOB, forged)) == ["Refused"]
     assert len(delivery.committed) == 0
 
 
@@ -284,6 +289,7 @@ def test_checkpoint_older_than_the_last_commit_is_refused(delivery: Delivery) ->
     member = Member(delivery)
     member.attach()
     member.say(m.Grant, ids=[id_of(0), id_of(1)])
+    member.receive()
     member.say(m.Commit, number=3, trained=IdSet([id_of(0), id_of(1)]).to_wire())
     delivery.disconnected(ALICE)
     assert Member(delivery, BOB, "2").attach(trained=IdSet([id_of(0)])) == ["Refused"]
@@ -305,19 +311,23 @@ def test_unknown_sample_is_ignored(delivery: Delivery, kind: type[m.InSession]) 
 
 
 def test_checkpoint_is_asked_for_once_for_each_commit(delivery: Delivery) -> None:
-    assert delivery.short_of_space() == []
+    assert delivery.short_of_space(0) == []
     member = Member(delivery)
     member.attach()
-    assert names(delivery.short_of_space()) == ["CheckpointWanted"]
-    assert delivery.short_of_space() == []
-    member.say(m.Commit, number=1, trained=[])
-    assert names(delivery.short_of_space()) == ["CheckpointWanted"]
+    member.say(m.Grant, ids=[id_of(0), id_of(1)])
+    member.receive()
+    assert names(delivery.short_of_space(1)) == ["CheckpointWanted"]
+    assert delivery.short_of_space(1) == []
+    member.say(m.Commit, number=1, trained=IdSet([id_of(0)]).to_wire())
+    assert delivery.short_of_space(1 << 20) == []  # too little to be worth one
+    assert names(delivery.short_of_space(1)) == ["CheckpointWanted"]
 
 
 def test_commit_that_takes_samples_away_ends_the_session(delivery: Delivery) -> None:
     member = Member(delivery)
     member.attach()
     member.say(m.Grant, ids=[id_of(0)])
+    member.receive()
     member.say(m.Commit, number=1, trained=IdSet([id_of(0)]).to_wire())
     (refusal,) = member.say(m.Commit, number=2, trained=[])
     assert isinstance(refusal, Send)
@@ -343,3 +353,50 @@ def test_checkpoint_that_claims_a_billion_samples_does_not_hang(delivery: Delive
     Member(delivery).attach(trained=claim)
     delivery.disconnected(ALICE)
     assert Member(delivery, BOB, "2").attach() == ["Refused"]
+
+
+def test_sample_generated_while_a_member_brought_it_as_trained_is_not_offered() -> None:
+    """A producer rebuilt on an empty disk was at work on what the member had trained before."""
+    delivery = Delivery(DESCRIPTOR, committed=IdSet(), commit_number=0, term=0, stored=[])
+    Member(delivery).attach(trained=IdSet([id_of(0)]))
+    assert delivery.stored(header(0)) == []
+    assert names(delivery.stored(header(1))) == ["Offer"]
+
+
+def test_commit_of_what_is_still_being_sent_is_refused(delivery: Delivery) -> None:
+    member = Member(delivery)
+    member.attach()
+    member.say(m.Grant, ids=[id_of(0)])
+    member.say(m.Credit, total_bytes=1)
+    delivery.next_chunk()
+    delivery.next_chunk()
+    actions = member.say(m.Commit, number=1, trained=IdSet([id_of(0)]).to_wire())
+    assert names(actions) == ["Refused"]
+
+
+def test_commit_after_an_adopted_checkpoint_is_stored_whatever_its_number(
+    delivery: Delivery,
+) -> None:
+    member = Member(delivery)
+    member.attach(trained=IdSet([id_of(0)]))
+    member.say(m.Grant, ids=[id_of(1)])
+    member.receive()
+    trained = IdSet([id_of(0), id_of(1)])
+    assert names(member.say(m.Commit, number=1, trained=trained.to_wire())) == [
+        "StoreCommit",
+        "Committed",
+    ]
+    assert delivery.committed == trained
+
+
+def test_thousands_of_granted_samples_that_became_terminal_are_passed_over() -> None:
+    headers = [header(k) for k in range(1500)]
+    delivery = Delivery(DESCRIPTOR, committed=IdSet(), commit_number=0, term=0, stored=headers)
+    member = Member(delivery)
+    member.attach()
+    for _ in range(len(headers) // OFFERED_SAMPLES + 1):
+        assert delivery.session is not None
+        member.say(m.Grant, ids=list(delivery.session.offered))
+    for one in headers:
+        member.say(m.Reject, id=one.id, reason="x")
+    assert member.receive() == []

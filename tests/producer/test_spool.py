@@ -195,7 +195,7 @@ def test_torn_commit_falls_back_to_the_one_before(tmp_path: Path, cut_bytes: int
     spool.commit(2, IdSet([sample(0).id, sample(1).id]))
     spool.close()
     log = tmp_path / "control.log"
-    os.truncate(log, log.stat().st_size - cut_bytes)
+    os.truncate(log, len(log.read_bytes().rstrip(b"\0")) - cut_bytes)
     spool = open_spool(tmp_path)
     assert spool.commit_number == 1
     assert ordinals(spool) == [1, 2]
@@ -241,3 +241,63 @@ def test_spool_of_a_newer_version_is_refused_and_left_whole(tmp_path: Path, name
     assert path.read_bytes().startswith(before)
     path.write_bytes(before)
     open_spool(tmp_path).close()
+
+
+def test_damage_in_the_middle_of_the_control_log_is_refused_and_nothing_is_cut(
+    tmp_path: Path,
+) -> None:
+    spool = open_spool(tmp_path)
+    spool.append(sample(0))
+    spool.commit(1, IdSet())
+    spool.commit(2, IdSet([sample(0).id]))
+    spool.close()
+    log = tmp_path / "control.log"
+    flip(log, 40)
+    before = log.read_bytes()
+    with pytest.raises(SpoolError, match="damaged at byte 0, and whole records follow"):
+        open_spool(tmp_path)
+    assert log.read_bytes() == before
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_damaged_entry_header_costs_one_sample_and_not_those_behind_it(
+    tmp_path: Path, last: bool
+) -> None:
+    spool = open_spool(tmp_path)
+    records = [spool.append(sample(k)) for k in range(4)]
+    if not last:
+        spool._segment_bytes = 1  # the next sample goes to a segment of its own
+        spool.append(sample(4))
+    spool.close()
+    flip(segment_files(tmp_path)[0], records[1].chunks[1][0] - entries.HEADER_BYTES + 9)
+    spool = open_spool(tmp_path)
+    assert ordinals(spool) == ([0, 2, 3] if last else [0, 2, 3, 4])
+    spool.append(sample(1))
+    spool.close()
+    spool = open_spool(tmp_path)
+    assert ordinals(spool)[-1] == 1
+    assert read_back(spool, 3) == sample(3).digest()
+    spool.close()
+
+
+def test_disk_that_is_full_when_a_segment_begins_leaves_no_files_behind(tmp_path: Path) -> None:
+    done = child("fill_at_a_segment", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in segment_files(tmp_path)] == ["00000001.seg", "00000005.seg"]
+
+
+def test_commit_is_recorded_when_the_disk_is_full(tmp_path: Path) -> None:
+    done = child("commit_on_a_full_disk", tmp_path)
+    assert done.returncode == 0, done.stderr
+    spool = open_spool(tmp_path)
+    assert spool.committed == IdSet([sample(0).id])
+    spool.close()
+
+
+def test_rejected_samples_free_their_space_without_a_commit(tmp_path: Path) -> None:
+    spool = open_spool(tmp_path, segment_bytes=1)
+    for k in range(2):
+        spool.append(sample(k))
+    spool.tombstone(sample(0).id, "rejected", "x")
+    assert [path.name for path in segment_files(tmp_path)] == ["00000002.seg"]
+    spool.close()

@@ -1,7 +1,9 @@
 """Small real things for the system tests: a producer without a model, on a port of its own."""
 
+import socket
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftfeed_consumer.buffer import BufferConfig
@@ -39,6 +41,62 @@ class Producer:
     def close(self, reason: str = "test over") -> None:
         self.server.close(reason)
         self.spool.close()
+
+
+class Relay:
+    """A cable: forwards TCP to a producer until it is cut."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._ends: list[socket.socket] = []
+        self._whole = True
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Existing connections end, new ones are dropped at once."""
+        self._whole = False
+        for end in self._ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._whole = True
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self._whole:
+                near.close()
+                continue
+            far = socket.create_connection(self._target)
+            self._ends += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def relaying(address: str) -> Iterator[Relay]:
+    relay = Relay(address)
+    try:
+        yield relay
+    finally:
+        relay.close()
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """A spool, a server, a client and a buffer over real loopback sockets."""
 
+import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +10,16 @@ import pytest
 from draftfeed_consumer.buffer import BufferConfig
 from draftfeed_consumer.errors import (
     BufferTooSmall,
-    ConsumerError,
     ProducerClosing,
+    StateError,
+    StreamClosed,
     StreamLost,
     StreamRefused,
 )
 from draftfeed_consumer.stream import HiddenStateStream
 from draftfeed_proto.descriptor import Expectation
 from draftfeed_proto.ids import IdSet
-from harness import consuming, producing
+from harness import consuming, producing, relaying
 from samples import DESCRIPTOR, sample
 
 
@@ -210,7 +213,68 @@ def test_rejected_sample_ends_there_and_is_reported(tmp_path: Path) -> None:
         assert (tombstone.id.ordinal, tombstone.reason) == (2, "non-finite rows")
 
 
-def test_orderly_shutdown_and_lost_link_are_told_apart(tmp_path: Path) -> None:
+def test_lost_link_is_an_error_after_the_time_allowed(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer, relaying(producer.address) as relay:
+        producer.generate([0])
+        with consuming(relay.address, lost_after_seconds=0.3) as stream:
+            iterator = iter(stream)
+            next(iterator)
+            relay.cut()
+            with pytest.raises(StreamLost):
+                next(iterator)
+
+
+def test_link_that_is_cut_and_mended_delivers_the_rest(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer, relaying(producer.address) as relay:
+        producer.generate(range(3))
+        with consuming(relay.address) as stream:
+            iterator = iter(stream)
+            items = [next(iterator) for _ in range(2)]
+            relay.cut()
+            producer.generate(range(3, 6))
+            producer.server.finish()
+            stream.trained([items[0]["id"]], step=1)
+            relay.mend()
+            rest = list(iterator)
+    assert sorted(item["id"].ordinal for item in [*items, *rest]) == list(range(6))
+
+
+def test_sample_rejected_while_the_link_is_down_is_not_sent_again(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer, relaying(producer.address) as relay:
+        producer.generate(range(3))
+        with consuming(relay.address) as stream:
+            iterator = iter(stream)
+            first = next(iterator)
+            relay.cut()
+            deadline = time.monotonic() + 10
+            while stream.statistics().client.attached:
+                assert time.monotonic() < deadline
+                os.sched_yield()
+            stream.reject(first["id"], "seen while the link was down")
+            relay.mend()
+            producer.generate([3])
+            producer.server.finish()
+            rest = [item["id"].ordinal for item in iterator]
+            assert sorted([first["id"].ordinal, *rest]) == [0, 1, 2, 3]
+        assert [t.id for t in producer.spool.tombstones.values()] == [first["id"]]
+
+
+def test_state_loaded_after_samples_came_is_refused(tmp_path: Path) -> None:
+    with producing(tmp_path / "spool") as producer, consuming(producer.address) as stream:
+        producer.generate([0])
+        next(iter(stream))
+        with pytest.raises(StateError, match="before iterating"):
+            stream.load_state_dict(stream.state_dict())
+
+
+def test_closed_stream_does_not_keep_anybody_waiting() -> None:
+    with consuming("tcp://127.0.0.1:1") as stream:
+        stream.close()
+        with pytest.raises(StreamClosed):
+            _ = stream.descriptor
+
+
+def test_orderly_shutdown_is_named_with_its_reason(tmp_path: Path) -> None:
     with producing(tmp_path / "spool") as producer:
         producer.generate([0])
         with consuming(producer.address, lost_after_seconds=0.3) as stream:
@@ -219,7 +283,6 @@ def test_orderly_shutdown_and_lost_link_are_told_apart(tmp_path: Path) -> None:
             producer.server.close("maintenance")
             with pytest.raises(ProducerClosing, match="maintenance"):
                 next(iterator)
-    assert issubclass(StreamLost, ConsumerError)
 
 
 def test_sample_larger_than_the_buffer_names_the_size_needed(tmp_path: Path) -> None:
@@ -234,7 +297,7 @@ def test_sample_larger_than_the_buffer_names_the_size_needed(tmp_path: Path) -> 
 
 
 def test_trainer_that_hoards_samples_is_told_instead_of_deadlocking(tmp_path: Path) -> None:
-    buffer = BufferConfig(capacity_bytes=40_000, window_samples=1)
+    buffer = BufferConfig(capacity_bytes=40_000, window_samples=1, hoard_seconds=0.1)
     with (
         producing(tmp_path / "spool") as producer,
         consuming(producer.address, buffer=buffer) as stream,

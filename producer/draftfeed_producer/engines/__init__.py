@@ -34,6 +34,11 @@ class Engine(Protocol):
         """Rows captured so far, those of samples still being generated included."""
         ...
 
+    @property
+    def recaptured(self) -> int:
+        """Samples made again because a row was missing."""
+        ...
+
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
         """Pulls a prompt whenever there is room for one, yields samples as they are finished.
 

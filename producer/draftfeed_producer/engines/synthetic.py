@@ -94,6 +94,7 @@ class SyntheticEngine:
         self._config = config
         self._stopped = threading.Event()
         self.captured = 0
+        self.recaptured = 0
 
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
         """See `Engine.run`."""

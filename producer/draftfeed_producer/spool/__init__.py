@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,6 +24,7 @@ from draftfeed_producer.spool.segments import Record, Segment, sync_directory
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.limits import MAX_CHUNK_BYTES
 from draftfeed_proto.sample import (
     DEFAULT_CHUNK_BYTES,
     Sample,
@@ -59,6 +61,15 @@ class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     audit: bool = False
     """Store a digest of every sample's tensors, taken before encoding; consumers compare it."""
 
+    def __post_init__(self) -> None:
+        for field in ("quota_bytes", "segment_bytes", "keep_checkpoints", "chunk_bytes"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}, it must be at least 1")
+        if self.chunk_bytes > MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}, the limit is {MAX_CHUNK_BYTES}")
+        if self.codec not in codecs.names():
+            raise ValueError(f"codec is {self.codec!r}, known are {', '.join(codecs.names())}")
+
 
 class SpoolStatistics(NamedTuple):
     bytes: int
@@ -88,21 +99,23 @@ class Spool:
         self._config = config
         self._descriptor = descriptor
         self._codec = codecs.by_name(config.codec)
-        self._lock_file = _lock(config.dir)
-        try:
+        self._segments: dict[int, Segment] = {}
+        with ExitStack() as stack:
+            stack.callback(os.close, _lock(config.dir))
             _check_owner(config.dir, Owner(FORMAT, descriptor, dataset))
             self._control = ControlLog(config.dir / "control.log", config.keep_checkpoints)
-            self._segments: dict[int, Segment] = {}
+            stack.callback(self._control.close)
+            stack.callback(self._close_segments)
             self._records: dict[SampleId, Record] = {}
             self._load_segments()
             self._number = max(self._segments, default=0)
             """Of the segment that is appended to."""
-        except BaseException:
-            os.close(self._lock_file)
-            raise
+            self._resources = stack.pop_all()
         self._committed = self._control.committed
         self._segment_bytes = min(config.segment_bytes, config.quota_bytes // 8)
         self._space = threading.Condition()
+        self._dirty: Segment | None = None
+        """Written to since the last sync; one that is full is synced before another begins."""
         self._synced_at = time.monotonic()
         self._logical_bytes = 0
         self._encoded_bytes = 0
@@ -126,7 +139,9 @@ class Spool:
             record = segment.append(frames, header)
         except OSError as error:
             raise SpoolFull(self._config.dir, error) from error
-        self._sync(segment)
+        self._dirty = segment
+        if self._config.fsync == "always" or not self._appendable(segment):
+            self._sync()
         with self._space:
             self._records[sample.id] = record
             self._logical_bytes += record.header.decoded_bytes
@@ -169,6 +184,7 @@ class Spool:
     def tombstone(self, id: SampleId, state: str, reason: str) -> None:
         """Record that a prompt ended untrained: `rejected` or `quarantined`."""
         self._control.append(Tombstone(id, state, reason))
+        self._free()
 
     def grant(self, term: Term) -> None:
         self._control.append(term)
@@ -194,6 +210,11 @@ class Spool:
         """Bytes of the segments, as a share of the quota."""
         return self._bytes() / self._config.quota_bytes
 
+    @property
+    def checkpoint_bytes(self) -> float:
+        """What a checkpoint should cover to be worth asking for: so many fit into the quota."""
+        return self._config.quota_bytes / (self._config.keep_checkpoints + 2)
+
     def statistics(self) -> SpoolStatistics:
         with self._space:
             return SpoolStatistics(
@@ -207,12 +228,12 @@ class Spool:
             )
 
     def close(self) -> None:
+        self._sync()
+        self._resources.close()
+
+    def _close_segments(self) -> None:
         for segment in self._segments.values():
-            if self._config.fsync != "never":
-                segment.sync()
             segment.close()
-        self._control.close()
-        os.close(self._lock_file)
 
     def _bytes(self) -> int:
         return sum(segment.end for segment in list(self._segments.values()))
@@ -230,8 +251,6 @@ class Spool:
             current = self._segments.get(self._number)
         if current is not None and self._appendable(current):
             return current
-        if current is not None:
-            current.sync()
         self._number += 1
         path = self._config.dir / f"{self._number:08d}.seg"
         segment = Segment.create(path, self._number, self._descriptor.stream_id())
@@ -239,12 +258,21 @@ class Spool:
             self._segments[self._number] = segment
         return segment
 
-    def _sync(self, segment: Segment) -> None:
-        now = time.monotonic()
-        due = now - self._synced_at >= FSYNC_INTERVAL_SECONDS
-        if self._config.fsync == "always" or (self._config.fsync == "interval" and due):
-            segment.sync()
-            self._synced_at = now
+    def sync_when_due(self) -> None:
+        """Once a second under fsync = "interval". Called by the server's thread, which goes on
+        when the engine has nothing to store."""
+        due = time.monotonic() - self._synced_at >= FSYNC_INTERVAL_SECONDS
+        if self._config.fsync == "interval" and due:
+            self._sync()
+
+    def _sync(self) -> None:
+        if self._config.fsync == "never":
+            return
+        self._synced_at = time.monotonic()
+        with self._space:  # a segment is closed under this lock
+            segment, self._dirty = self._dirty, None
+            if segment is not None and segment.number in self._segments:
+                segment.sync()
 
     def _free(self) -> None:
         gone = self._control.freeable
@@ -258,9 +286,8 @@ class Spool:
                 del self._segments[segment.number]
                 for id in segment.ids:
                     self._records.pop(id, None)
+                segment.unlink()
             self._space.notify_all()
-        for segment in done:
-            segment.unlink()
 
     def _appendable(self, segment: Segment) -> bool:
         return segment.number == self._number and segment.end < self._segment_bytes

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import msgspec
 
+from draftfeed_producer.errors import SpoolError
 from draftfeed_producer.spool import entries
 from draftfeed_proto.ids import IdSet, SampleId, WireRanges
+
+RESERVE_BYTES = 1 << 20
+"""Taken ahead of the records."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
@@ -36,7 +40,11 @@ Record = Commit | Tombstone | Term
 
 
 class ControlLog:
-    """Owner of `control.log`. Every append is durable when it returns."""
+    """Owner of `control.log`. Every append is durable when it returns.
+
+    The file is longer than its contents: space is taken in advance, so that a full disk can still
+    record the commit that frees it.
+    """
 
     def __init__(self, path: Path, keep_commits: int) -> None:
         self._keep_commits = keep_commits
@@ -44,24 +52,27 @@ class ControlLog:
         """The last few, oldest first."""
         self.tombstones: dict[SampleId, Tombstone] = {}
         self.term: Term | None = None
+        self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._end = self._replay()
+            self._reserve(1)
         except BaseException:
             self.close()
             raise
 
     def append(self, record: Record) -> None:
         """Raises OSError; the log then ends where it ended before."""
+        payload = msgspec.msgpack.encode(record)
+        size = entries.HEADER_BYTES + len(payload)
         try:
-            end = entries.write(
-                self._fd, self._end, entries.Kind.CONTROL, msgspec.msgpack.encode(record)
-            )
+            self._reserve(size)
+            entries.write(self._fd, self._end, entries.Kind.CONTROL, payload)
             os.fsync(self._fd)
         except OSError:
-            os.ftruncate(self._fd, self._end)
+            os.pwrite(self._fd, bytes(min(size, self._room())), self._end)
             raise
-        self._end = end
+        self._end += size
         self._apply(record)
 
     @property
@@ -79,6 +90,8 @@ class ControlLog:
         os.close(self._fd)
 
     def _replay(self) -> int:
+        """Returns where the next record goes. Raises SpoolError when records in the middle are
+        damaged: a lost commit or tombstone must not pass for one that never was."""
         end = 0
         for entry in entries.scan(self._fd):
             payload = entries.read(self._fd, entry)
@@ -86,8 +99,18 @@ class ControlLog:
                 break
             self._apply(entries.decode(payload, Record))
             end = entry.end
-        os.ftruncate(self._fd, end)
+        if entries.find(self._fd, end + 1) is not None:
+            raise SpoolError(f"{self._path} is damaged at byte {end}, and whole records follow")
+        os.ftruncate(self._fd, end)  # what is beyond is a torn record, or zeros
         return end
+
+    def _reserve(self, size: int) -> None:
+        """Room for a record; more of it while the disk has some."""
+        if self._room() < size:
+            os.posix_fallocate(self._fd, self._end, size + RESERVE_BYTES)
+
+    def _room(self) -> int:
+        return os.fstat(self._fd).st_size - self._end
 
     def _apply(self, record: Record) -> None:
         match record:

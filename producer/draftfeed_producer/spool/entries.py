@@ -29,6 +29,7 @@ _FIELDS = struct.Struct("<4sBBHQQ")
 _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 MAX_PAYLOAD_BYTES = 16 << 20
+_SEARCH_BYTES = 1 << 20
 
 
 class Kind(IntEnum):
@@ -69,6 +70,21 @@ def scan(fd: int, start: int = 0) -> Iterator[Entry]:
     while (entry := _parse(os.pread(fd, HEADER_BYTES, start), start)) and entry.end <= size:
         yield entry
         start = entry.end
+
+
+def find(fd: int, start: int) -> int | None:
+    """Offset of the next entry whose header holds, at or after start: what lies before it is
+    damage in the middle of a file, not a torn tail."""
+    size = os.fstat(fd).st_size
+    while start < size:
+        block = os.pread(fd, _SEARCH_BYTES, start)
+        at = block.find(MAGIC)
+        while at >= 0:
+            if _parse(os.pread(fd, HEADER_BYTES, start + at), start + at):
+                return start + at
+            at = block.find(MAGIC, at + 1)
+        start += max(1, len(block) - len(MAGIC) + 1)
+    return None
 
 
 def read(fd: int, entry: Entry) -> bytes | None:

@@ -46,11 +46,16 @@ class Segment:
 
     @classmethod
     def create(cls, path: Path, number: int, stream_id: str) -> "Segment":
+        """Raises OSError; no file is left then."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         segment = cls(path, number, fd, 0)
         header = msgspec.msgpack.encode(SegmentHeader(stream_id, number))
-        segment.end = entries.write(fd, 0, Kind.SEGMENT, header)
-        sync_directory(path.parent)
+        try:
+            segment.end = entries.write(fd, 0, Kind.SEGMENT, header)
+            sync_directory(path.parent)
+        except BaseException:
+            segment.unlink()
+            raise
         return segment
 
     @classmethod
@@ -105,24 +110,37 @@ class Segment:
     def close(self) -> None:
         os.close(self._fd)
 
+    def _stretches(self) -> Iterator[Iterator[Entry]]:
+        """The entries, one iterator for each stretch between damaged bytes."""
+        start: int | None = 0
+        while start is not None:
+            if start:
+                logger.warning("%s: damaged bytes before %d are passed over", self.path, start)
+            end = start
+            for entry in entries.scan(self._fd, start):
+                end = entry.end
+            yield entries.scan(self._fd, start)
+            start = entries.find(self._fd, end + 1)
+
     def _records(self, *, verify: bool) -> Iterator[Record]:
-        spans: list[Entry] = []
-        for entry in entries.scan(self._fd):
-            if entry.kind is Kind.CHUNK:
-                spans.append(entry)
-            elif entry.kind is Kind.SAMPLE:
-                record = self._record(spans, entry, verify=verify)
-                if record is not None:
-                    yield record
-                spans = []
+        for stretch in self._stretches():
+            spans: list[Entry] = []
+            for entry in stretch:
+                if entry.kind is Kind.CHUNK:
+                    spans.append(entry)
+                elif entry.kind is Kind.SAMPLE:
+                    record = self._record(spans, entry, verify=verify)
+                    if record is not None:
+                        yield record
+                    spans = []
 
     def _record(self, spans: list[Entry], entry: Entry, *, verify: bool) -> Record | None:
         payload = entries.read(self._fd, entry)
         whole = payload is not None and (not verify or all(map(self._frame_holds, spans)))
-        if payload is None or not whole:
+        header = entries.decode(payload, SampleHeader) if payload is not None and whole else None
+        if header is None or header.chunks != len(spans):
             logger.warning("%s: damaged record at %d will be made again", self.path, entry.end)
             return None
-        header = entries.decode(payload, SampleHeader)
         return Record(
             header, self.number, tuple((e.payload_offset, e.payload_bytes) for e in spans)
         )
@@ -135,8 +153,8 @@ class Segment:
         return True
 
     def _cut_tail(self) -> None:
-        ends = [entry.end for entry in entries.scan(self._fd) if entry.kind is not Kind.CHUNK]
-        end = ends[-1] if ends else 0
+        whole = (e for stretch in self._stretches() for e in stretch if e.kind is not Kind.CHUNK)
+        end = max((entry.end for entry in whole), default=0)
         if end < self.end:
             logger.warning("%s: cut a torn tail of %d bytes", self.path, self.end - end)
             os.ftruncate(self._fd, end)
