@@ -53,7 +53,7 @@ class Open(InSession, frozen=True, kw_only=True):
 
     trained: WireRanges
     held: list[SampleId] = []
-    """Received in this term and neither trained nor given back."""
+    """What else this member has: received, or trained since that checkpoint; not given back."""
 
 
 class Grant(InSession, frozen=True, kw_only=True):
