@@ -1,4 +1,4 @@
-"""The `draftfeed` command. Bad input gets one line on stderr and exit code 2."""
+"""The `draftfeed` command. Every error of ours is one line on stderr; `exits.py` has the codes."""
 
 import argparse
 import importlib.metadata
@@ -10,19 +10,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.logging import RichHandler
 
-from draftfeed_deploy.errors import DeployError
+from draftfeed_deploy import exits
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
-
-EPILOG = """\
+EPILOG = f"""\
 examples:
   draftfeed demo                                 the whole line on this machine, no GPU needed
   draftfeed producer -c producer.toml            generate, capture, spool, serve
   draftfeed consumer -c consumer.toml            receive and train
   draftfeed consumer -c consumer.toml --set producer.address=tcp://10.0.0.1:5550
 
-exit codes: 0 done, 1 failed, 2 wrong configuration or input, 130 interrupted
-"""
+{exits.SUMMARY}"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,22 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command(arguments, console)
     except KeyboardInterrupt:
         print("draftfeed: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return exits.INTERRUPTED
     except ValueError as error:
-        return _report(error)
-
-
-def _report(error: ValueError) -> int:
-    """Errors of ours are the user's to mend; any other ValueError is a bug and shows itself."""
-    from draftfeed_consumer.errors import ConsumerError, ProducerClosing, StreamLost
-    from draftfeed_producer.errors import ProducerError
-    from draftfeed_proto.errors import ProtoError
-
-    ours = (DeployError, ProtoError, ProducerError, ConsumerError)
-    if not isinstance(error, ours):
-        raise error
-    print(f"draftfeed: {error}", file=sys.stderr)
-    return EXIT_FAILED if isinstance(error, StreamLost | ProducerClosing) else EXIT_USAGE
+        code = exits.code_of(error)
+        if code is None:
+            raise
+        print(f"draftfeed: {error}", file=sys.stderr)
+        return code
 
 
 def _producer(arguments: argparse.Namespace, console: Console) -> int:
@@ -60,32 +48,39 @@ def _producer(arguments: argparse.Namespace, console: Console) -> int:
     skip_bad = ["prompts.skip_bad=true"] if arguments.skip_bad else []
     loaded = config.load(arguments.config, ProducerConfig, [*arguments.set, *skip_bad])
     done = run_producer(loaded, arguments.run_dir, console)
-    return EXIT_OK if done else EXIT_INTERRUPTED
+    return exits.DONE if done else exits.INTERRUPTED
 
 
 def _consumer(arguments: argparse.Namespace, console: Console) -> int:
+    from draftfeed_deploy import config, packages
+
+    packages.require_for_consumer()
     from draftfeed_consumer.config import ConsumerConfig
-    from draftfeed_deploy import config
     from draftfeed_deploy.consumer import run_consumer
 
     loaded = config.load(arguments.config, ConsumerConfig, arguments.set)
     run_consumer(loaded, arguments.run_dir, console)
-    return EXIT_OK
+    return exits.DONE
 
 
 def _demo(arguments: argparse.Namespace, console: Console) -> int:
-    from draftfeed_deploy.demo import DemoOptions, run_demo
+    from draftfeed_deploy import packages
     from draftfeed_deploy.foreground import interrupt, on_signal
-    from draftfeed_deploy.report import summary_lines
 
-    options = DemoOptions(
-        directory=arguments.dir, prompts=arguments.prompts, max_new_tokens=arguments.max_new_tokens
-    )
+    packages.require_for_demo()
     with on_signal(interrupt):
+        from draftfeed_deploy.demo import DemoOptions, run_demo
+        from draftfeed_deploy.report import summary_lines
+
+        options = DemoOptions(
+            directory=arguments.dir,
+            prompts=arguments.prompts,
+            max_new_tokens=arguments.max_new_tokens,
+        )
         report = run_demo(options, console)
     print("\n".join(summary_lines(report)))
     print(f"report: {arguments.dir / 'report.html'}")
-    return EXIT_OK if report.passed else EXIT_FAILED
+    return exits.DONE if report.passed else exits.FAILED
 
 
 def _parser() -> argparse.ArgumentParser:

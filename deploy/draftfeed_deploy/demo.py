@@ -3,13 +3,9 @@
 import json
 import logging
 import shutil
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
@@ -19,18 +15,16 @@ from rich.console import Console
 from draftfeed_consumer.config import ConsumerConfig
 from draftfeed_deploy import smollm2
 from draftfeed_deploy.config import load
-from draftfeed_deploy.errors import DemoError
+from draftfeed_deploy.errors import DemoError, OutputError
 from draftfeed_deploy.evaluation import evaluate
-from draftfeed_deploy.monitor import INTERVAL_SECONDS, Snapshot, View
-from draftfeed_deploy.progress import Lines, Panels
 from draftfeed_deploy.report import Report, write_report
+from draftfeed_deploy.services import run_services
 from draftfeed_producer.config import ProducerConfig
 
 logger = logging.getLogger(__name__)
 
 MARKER = ".draftfeed-demo"
 SHARD_SIZE = 64
-STOP_SECONDS = 20.0
 
 PRODUCER_TOML = """\
 # One producer: prompts -> SmolLM2 on the CPU -> spool -> this address.
@@ -80,6 +74,7 @@ init = "target"          # the drafter starts from the target's last block
 batch_size = 1           # SpecForge drops what does not fill a step; with 1 nothing is left over
 num_anchors = 16
 save_interval_steps = 50
+resume_from = "latest"   # go on where an earlier run stopped
 """
 
 
@@ -93,32 +88,47 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 def run_demo(options: DemoOptions, console: Console) -> Report:
     """Run both services to their end, evaluate the drafter, write the report.
 
-    Raises DemoError when a service fails; Ctrl-C stops both and goes on as KeyboardInterrupt.
+    Raises DemoError or OutputError for a directory it cannot use, ServiceFailed when a service
+    fails or stands still; Ctrl-C stops both and goes on as KeyboardInterrupt.
     """
     directory = _fresh(options.directory)
     prompts = _shipped(directory, "prompts.jsonl", options.prompts)
-    with console.status("making a plain bf16 copy of SmolLM2-135M (once)"):
+    with _phase(console, "making a plain bf16 copy of SmolLM2-135M, once, unless there is one"):
         target = smollm2.prepare()
     _write_configs(directory, prompts, target, options.max_new_tokens)
-    _run_services(directory, console)
-    with console.status("evaluating the drafter on held-out prompts"):
+    run_services(directory, console)
+    with _phase(console, "evaluating the drafter on held-out prompts"):
         evaluation = evaluate(
             load(directory / "producer.toml", ProducerConfig),
-            load(directory / "consumer.toml", ConsumerConfig),
+            load(directory / "consumer.toml", ConsumerConfig).trainer,
             _shipped(directory, "heldout.jsonl"),
         )
     (directory / "evaluation.json").write_bytes(msgspec.json.encode(evaluation))
     return write_report(directory, prompts, shard_size=SHARD_SIZE)
 
 
+@contextmanager
+def _phase(console: Console, what: str) -> Iterator[None]:
+    """Say what takes its time: on a terminal while it does, elsewhere in the log."""
+    if not console.is_terminal:
+        logger.info("%s", what)
+        yield
+        return
+    with console.status(what):
+        yield
+
+
 def _fresh(directory: Path) -> Path:
     """An empty directory; a former demo's is cleared, anything else is left alone."""
-    if directory.exists() and any(directory.iterdir()):
-        if not (directory / MARKER).exists():
-            raise DemoError(f"{directory} is not empty and not a demo's; choose another --dir")
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / MARKER).touch()
+    try:
+        if directory.exists() and any(directory.iterdir()):
+            if not (directory / MARKER).exists():
+                raise DemoError(f"{directory} is not empty and not a demo's; choose another --dir")
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MARKER).touch()
+    except OSError as error:
+        raise OutputError(directory, error, "choose another --dir") from None
     return directory
 
 
@@ -155,87 +165,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-class Service:
-    """One child process, its log and its statistics."""
-
-    def __init__(self, name: str, directory: Path) -> None:
-        self.name = name
-        self.log_path = directory / f"{name}.log"
-        self._stats_path = directory / name / "stats.jsonl"
-        self._offset = 0
-        command = [sys.executable, "-m", "draftfeed_deploy.cli", name]
-        command += ["-c", str(directory / f"{name}.toml"), "--run-dir", str(directory / name)]
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def new_snapshots(self) -> Iterator[Snapshot]:
-        if not self._stats_path.exists():
-            return
-        with self._stats_path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self._offset += len(line)
-                    yield json.loads(line)
-
-    def check(self) -> None:
-        """Raises DemoError when it has failed."""
-        code = self.poll()
-        if code:
-            lines = self.log_path.read_text(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else "no output"
-            raise DemoError(
-                f"the {self.name} ended with exit code {code}: {last}; see {self.log_path}"
-            )
-
-    def stop(self) -> None:
-        """Ask, wait, then insist; a second Ctrl-C insists at once. Returns when it is gone."""
-        if self.poll() is not None:
-            return
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(STOP_SECONDS)
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            logger.warning("the %s does not stop; killing it", self.name)
-            self._process.kill()
-            self._process.wait()
-
-
-def _run_services(directory: Path, console: Console) -> None:
-    with ExitStack() as stack:
-        views = stack.enter_context(_views(console))
-        services = [stack.enter_context(_started(name, directory)) for name in views]
-        while any(service.poll() is None for service in services):
-            for service in services:
-                service.check()
-                for snapshot in service.new_snapshots():
-                    views[service.name].show(snapshot)
-            time.sleep(INTERVAL_SECONDS)
-        for service in services:
-            service.check()
-
-
-@contextmanager
-def _started(name: str, directory: Path) -> Iterator[Service]:
-    service = Service(name, directory)
-    try:
-        yield service
-    finally:
-        service.stop()
-
-
-@contextmanager
-def _views(console: Console) -> Iterator[dict[str, View]]:
-    names = ["producer", "consumer"]
-    if not console.is_terminal:
-        yield {name: Lines(name) for name in names}
-        return
-    with Panels(console, names) as panels:
-        yield {name: panels.view(name) for name in names}

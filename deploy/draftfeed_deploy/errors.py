@@ -1,9 +1,17 @@
 """Errors of the command line.
 
 DeployError (ValueError)
-├── ConfigError   a configuration file or a --set that cannot be used
-└── DemoError     the demo could not be run; its own checks failing is not an error but a result
+├── ConfigError         a configuration file or a --set that cannot be used
+├── OutputError         a file or directory that cannot be written
+├── MissingPackage      an optional dependency is not installed
+│   └── SmolLM2Unavailable  the one that carries the demo's model
+├── DemoError           a directory that the demo will not write to
+└── RunFailed           what was configured rightly and failed nevertheless
+    ├── ServiceFailed   a service of the demo ended before its time, or stands still
+    └── CommitUnknown   the producer has not confirmed the last checkpoint
 """
+
+from pathlib import Path
 
 
 class DeployError(ValueError):
@@ -16,5 +24,38 @@ class ConfigError(DeployError):
         self.where, self.reason = where, reason
 
 
+class OutputError(DeployError):
+    def __init__(self, path: Path, cause: OSError, fix: str) -> None:
+        super().__init__(f"{path} cannot be written: {cause.strerror}; {fix}")
+        self.path, self.cause, self.fix = path, cause, fix
+
+
+class MissingPackage(DeployError):
+    def __init__(self, command: str, package: str, install: str) -> None:
+        super().__init__(f"{command} needs {package}, which is not installed; run: {install}")
+        self.command, self.package, self.install = command, package, install
+
+
+class SmolLM2Unavailable(MissingPackage):
+    """Something that is needed to make the model directory is not installed."""
+
+
 class DemoError(DeployError):
-    """A service of the demo ended before its time; the message names its log."""
+    """A directory that the demo will not write to."""
+
+
+class RunFailed(DeployError):
+    """Base of failures that no other configuration would have prevented."""
+
+
+class ServiceFailed(RunFailed):
+    """A service of the demo ended before its time or stands still; the message names its log."""
+
+
+class CommitUnknown(RunFailed):
+    def __init__(self) -> None:
+        super().__init__(
+            "training ended and its last checkpoint is on the disk, but the producer has not "
+            "confirmed it: its samples are not freed yet; with the producer running, start this "
+            "consumer again from that checkpoint"
+        )

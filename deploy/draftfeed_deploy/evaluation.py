@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from draftfeed_consumer.config import ConsumerConfig
 from draftfeed_consumer.evaluate import accepted_length, heldout_loss
 from draftfeed_consumer.stream import to_item
-from draftfeed_consumer.trainers import load as load_trainer
-from draftfeed_consumer.trainers.specforge import draft_config
+from draftfeed_consumer.trainers import TrainerConfig
+from draftfeed_consumer.trainers.dflash import load_config
 from draftfeed_consumer.trainers.specforge_hooks import latest_checkpoint
-from draftfeed_deploy.report_records import Evaluation
+from draftfeed_deploy.records import Evaluation
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import TransformersConfig, make_engine
 from draftfeed_producer.prompts import PromptFile, PromptsConfig, prompt_limit
@@ -19,19 +18,22 @@ DECODED_PROMPTS = 4
 DECODED_TOKENS = 32
 
 
-def evaluate(producer: ProducerConfig, consumer: ConsumerConfig, heldout: Path) -> Evaluation:
-    """Loss on all held-out prompts, accepted length on the first few of them."""
+def evaluate(producer: ProducerConfig, trainer: TrainerConfig, heldout: Path) -> Evaluation:
+    """Loss on all held-out prompts, accepted length on the first few of them.
+
+    The drafter is the one that training wrote down, not one made from the configuration again.
+    """
+    assert trainer.target is not None
+    target, drafter = trainer.target, load_config(trainer.output_dir)
+    checkpoint = latest_checkpoint(trainer.output_dir)
     samples = _capture(producer, heldout)
-    _, run = load_trainer(consumer.trainer)
-    layer_ids = tuple(load_target(producer.needed()[0]).descriptor().layer_ids)
-    drafter = draft_config(run, layer_ids)
-    checkpoint = latest_checkpoint(run.output_dir)
     items = [to_item(sample) for sample in samples]
     prompts = [_prompt(sample) for sample in samples[:DECODED_PROMPTS]]
-    decoded = accepted_length(prompts, run.target_dir, drafter, checkpoint, DECODED_TOKENS)
+    decoded = accepted_length(prompts, target, drafter, checkpoint, DECODED_TOKENS)
     return Evaluation(
-        untrained_loss=heldout_loss(items, run.target_dir, drafter, None),
-        trained_loss=heldout_loss(items, run.target_dir, drafter, checkpoint),
+        untrained_loss=heldout_loss(items, target, drafter, None),
+        trained_loss=heldout_loss(items, target, drafter, checkpoint),
+        vocab_size=drafter.architecture["vocab_size"],
         accepted_length=decoded.mean,
         accepted_new_tokens=decoded.new_tokens,
         accepted_target_calls=decoded.target_calls,

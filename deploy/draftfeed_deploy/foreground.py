@@ -9,14 +9,21 @@ from types import FrameType
 
 from rich.console import Console
 
-from draftfeed_deploy.monitor import JsonLines, Monitor, Snapshot, View
+from draftfeed_deploy.errors import OutputError
+from draftfeed_deploy.monitor import JsonLines, Monitor, View
 from draftfeed_deploy.progress import Lines, Panels
+from draftfeed_deploy.records import Snapshot
 
 
 def open_log(stack: ExitStack, run_dir: Path | None, name: str) -> JsonLines | None:
+    """Raises OutputError."""
     if run_dir is None:
         return None
-    log = JsonLines(run_dir / name)
+    path = run_dir / name
+    try:
+        log = JsonLines(path)
+    except OSError as error:
+        raise OutputError(path, error, "choose another --run-dir") from None
     stack.callback(log.close)
     return log
 

@@ -1,19 +1,16 @@
 """Watching a running service: its statistics as lines in a file and as a live view."""
 
-import logging
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-logger = logging.getLogger(__name__)
+from draftfeed_deploy.records import Snapshot
 
 INTERVAL_SECONDS = 0.5
-Snapshot = dict[str, Any]
 
 
 class View(Protocol):
@@ -27,7 +24,7 @@ class JsonLines:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
 
-    def write(self, value: Any) -> None:
+    def write(self, value: msgspec.Struct) -> None:
         self._file.write(msgspec.json.encode(value) + b"\n")
 
     def close(self) -> None:
@@ -61,7 +58,7 @@ class Monitor:
             self._take()
 
     def _take(self) -> None:
-        snapshot = {"time_seconds": round(time.monotonic(), 3), **self._snapshot()}
+        snapshot = self._snapshot()
         if self._log is not None:
             self._log.write(snapshot)
         self._view.show(snapshot)

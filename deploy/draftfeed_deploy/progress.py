@@ -2,7 +2,6 @@
 
 import logging
 import time
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -10,11 +9,14 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot, Snapshot
+
 logger = logging.getLogger(__name__)
 
 LINE_SECONDS = 10.0
 RATE_SECONDS = 10.0
-Snapshot = dict[str, Any]
+Row = tuple[str, str, tuple[int, int] | None]
+"""(label, text, (part, whole) of a bar)"""
 
 
 class Rates:
@@ -25,14 +27,15 @@ class Rates:
 
     def add(self, snapshot: Snapshot) -> None:
         self._past.append(snapshot)
-        oldest = snapshot["time_seconds"] - RATE_SECONDS
-        while len(self._past) > 2 and self._past[1]["time_seconds"] <= oldest:
+        oldest = snapshot.time_seconds - RATE_SECONDS
+        while len(self._past) > 2 and self._past[1].time_seconds <= oldest:
             self._past.pop(0)
 
     def __call__(self, counter: str) -> float:
+        """Per second."""
         first, last = self._past[0], self._past[-1]
-        seconds = last["time_seconds"] - first["time_seconds"]
-        return (last[counter] - first[counter]) / seconds if seconds > 0 else 0.0
+        seconds = last.time_seconds - first.time_seconds
+        return (getattr(last, counter) - getattr(first, counter)) / seconds if seconds > 0 else 0.0
 
 
 class Lines:
@@ -91,59 +94,50 @@ class PanelView:
         self._panels.show(self._name, snapshot)
 
 
-def rows(snapshot: Snapshot, rates: Rates) -> list[tuple[str, str, tuple[int, int] | None]]:
-    """(label, text, (part, whole) of a bar) for each line of a service's view."""
-    return (
-        _producer_rows(snapshot, rates)
-        if "spool_bytes" in snapshot
-        else _consumer_rows(snapshot, rates)
-    )
+def rows(snapshot: Snapshot, rates: Rates) -> list[Row]:
+    """The lines of a service's view."""
+    match snapshot:
+        case ProducerSnapshot():
+            return _producer_rows(snapshot, rates)
+        case ConsumerSnapshot():
+            return _consumer_rows(snapshot, rates)
 
 
-def _producer_rows(
-    snapshot: Snapshot, rates: Rates
-) -> list[tuple[str, str, tuple[int, int] | None]]:
-    done = snapshot["samples"], snapshot["prompts"]
-    spool = snapshot["spool_bytes"], snapshot["spool_quota_bytes"]
+def _producer_rows(now: ProducerSnapshot, rates: Rates) -> list[Row]:
+    spool = now.spool_bytes, now.spool_quota_bytes
     return [
-        ("phase", snapshot["phase"], None),
-        ("samples", f"{done[0]} of {done[1]}", done),
+        ("phase", now.phase, None),
+        ("samples", f"{now.samples} of {now.prompts}", (now.samples, now.prompts)),
         ("capture", f"{rates('captured'):.1f} tokens/s", None),
-        ("stream", _stream(snapshot, rates), None),
+        ("stream", _stream(now, rates), None),
         ("spool", f"{_bytes(spool[0])} of {_bytes(spool[1])}", spool),
-        ("committed", f"{snapshot['committed']} ({snapshot['leased']} leased)", None),
-        ("stalls", _stalls(snapshot), None),
+        ("committed", f"{now.committed} ({now.leased} leased)", None),
+        ("stalls", _stalls(now), None),
     ]
 
 
-def _consumer_rows(
-    snapshot: Snapshot, rates: Rates
-) -> list[tuple[str, str, tuple[int, int] | None]]:
-    buffer = snapshot["buffer_bytes"], snapshot["buffer_capacity_bytes"]
-    loss = snapshot["loss"]
+def _consumer_rows(now: ConsumerSnapshot, rates: Rates) -> list[Row]:
+    buffer = now.buffer_bytes, now.buffer_capacity_bytes
+    loss = "" if now.loss is None else f", loss {now.loss:.3f}"
     return [
-        ("link", "attached" if snapshot["attached"] else "waiting for the producer", None),
-        ("received", f"{snapshot['samples']} samples, {rates('tokens'):.1f} tokens/s", None),
-        ("stream", _stream(snapshot, rates), None),
+        ("link", "attached" if now.attached else "waiting for the producer", None),
+        ("received", f"{now.samples} samples, {rates('tokens'):.1f} tokens/s", None),
+        ("stream", _stream(now, rates), None),
         ("buffer", f"{_bytes(buffer[0])} of {_bytes(buffer[1])}", buffer),
-        ("trained", f"{snapshot['trained']} ({snapshot['held']} held)", None),
-        (
-            "step",
-            f"{snapshot['step']}" + ("" if loss is None else f", loss {loss:.3f}"),
-            None,
-        ),
-        ("stalls", _stalls(snapshot), None),
+        ("trained", f"{now.trained} ({now.held} held)", None),
+        ("step", f"{now.step}{loss}", None),
+        ("stalls", _stalls(now), None),
     ]
 
 
-def _stream(snapshot: Snapshot, rates: Rates) -> str:
-    ratio = snapshot["logical_bytes"] / max(1, snapshot["encoded_bytes"])
+def _stream(now: Snapshot, rates: Rates) -> str:
+    ratio = now.logical_bytes / max(1, now.encoded_bytes)
     logical, wire = rates("logical_bytes") / 1e6, rates("wire_bytes") / 1e6
     return f"{logical:.2f} MB/s logical, {wire:.2f} MB/s wire, ratio {ratio:.2f}"
 
 
-def _stalls(snapshot: Snapshot) -> str:
-    seconds = snapshot["stall_seconds"].items()
+def _stalls(now: Snapshot) -> str:
+    seconds = now.stall_seconds.items()
     return ", ".join(f"{cause.replace('_', ' ')} {value:.0f} s" for cause, value in seconds)
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from .report_checks import Check, expected_prompts, loss_words, run_checks, uses
-from .report_html import render
-from .report_records import Evaluation, ProducerSnapshot, Rejection, RunFiles, read_run
+from draftfeed_deploy.records import Evaluation, ProducerSnapshot, Rejection
+from draftfeed_deploy.report_checks import Check, expected_prompts, loss_words, run_checks, uses
+from draftfeed_deploy.report_html import render
+from draftfeed_deploy.report_records import RunFiles, read_run
 
 __all__ = ["Check", "Layer", "Report", "judge_run", "summary_lines", "write_report"]
 
@@ -46,8 +47,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_second: float
     """Over the time in which the producer was generating."""
     logical_bytes: int
+    """Hidden states alone, as the target made them."""
+    encoded_bytes: int
     wire_bytes: int
     ratio: float | None
+    """Logical over encoded bytes; framing and what was sent again are only in the wire's."""
+    recaptured: int
+    """Samples that lacked rows and were made again."""
     spool_peak_bytes: int
     buffer_peak_bytes: int
     producer_stall_seconds: dict[str, float]
@@ -103,8 +109,10 @@ def _judge(files: RunFiles, run_dir: Path, prompts_path: Path, shard_size: int) 
         response_tokens=last.response_tokens if last else 0,
         tokens_per_second=_tokens_per_second(files.producer),
         logical_bytes=last.logical_bytes if last else 0,
+        encoded_bytes=last.encoded_bytes if last else 0,
         wire_bytes=last.wire_bytes if last else 0,
-        ratio=last.logical_bytes / last.wire_bytes if last and last.wire_bytes else None,
+        ratio=last.logical_bytes / last.encoded_bytes if last and last.encoded_bytes else None,
+        recaptured=last.recaptured if last else 0,
         spool_peak_bytes=max((s.spool_bytes for s in files.producer), default=0),
         buffer_peak_bytes=max((s.buffer_bytes for s in files.consumer), default=0),
         producer_stall_seconds=last.stall_seconds if last else {},
@@ -125,9 +133,11 @@ def summary_lines(report: Report) -> list[str]:
         f"{verdict}: {report.trained} of {report.prompts} prompts trained in {report.steps} steps,"
         f" {report.duration_seconds:.0f} s",
         f"  generated  {report.generated} samples, {report.tokens:,} tokens"
-        f" ({report.response_tokens:,} of responses), {report.tokens_per_second:.0f} tokens/s",
-        f"  moved      {report.logical_bytes / 1e6:.1f} MB logical,"
-        f" {report.wire_bytes / 1e6:.1f} MB wire{ratio}",
+        f" ({report.response_tokens:,} of responses), {report.tokens_per_second:.0f} tokens/s,"
+        f" {report.recaptured} made again",
+        f"  moved      {report.logical_bytes / 1e6:.1f} MB of hidden states,"
+        f" {report.encoded_bytes / 1e6:.1f} MB encoded{ratio},"
+        f" {report.wire_bytes / 1e6:.1f} MB on the wire",
         f"  learned    {_learned(report.evaluation)}",
         f"  stalls     producer: {_stalls(report.producer_stall_seconds)};"
         f" consumer: {_stalls(report.consumer_stall_seconds)}",
@@ -150,7 +160,7 @@ def _tokens_per_second(snapshots: list[ProducerSnapshot]) -> float:
 def _layers(last: ProducerSnapshot | None) -> list[Layer]:
     if last is None:
         return []
-    counts = zip(last.nonfinite or [], last.saturated, last.zero_rows, strict=False)
+    counts = zip(last.nonfinite or [], last.saturated, last.zero_rows or [], strict=False)
     return [Layer(*count) for count in counts]
 
 

@@ -6,15 +6,21 @@ lost it from the expectation.
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from draftfeed_deploy.records import (
+    ConsumerSnapshot,
+    Evaluation,
+    GeneratedSample,
+    ProducerSnapshot,
+    ReceivedSample,
+)
+from draftfeed_deploy.report_records import RunFiles
 from draftfeed_proto.ids import SampleId
-
-from .report_records import Evaluation, ProducerSnapshot, RunFiles
 
 REQUIRED_LOSS_DROP = 0.25
 MOST_PLAUSIBLE_RATIO = 4.0
@@ -53,7 +59,7 @@ def run_checks(files: RunFiles, expected: Expected) -> list[Check]:
         _check_rows(files, expected),
         _check_wire(files),
         _check_loss(files),
-        _check_finite(files.producer[-1] if files.producer else None),
+        _check_values(files.producer[-1] if files.producer else None),
     ]
 
 
@@ -125,10 +131,14 @@ def _check_rows(files: RunFiles, expected: Expected) -> Check:
     """The last token of a sample was never fed, so a sample of n+1 tokens has n rows."""
     made = {sample.id: sample for sample in files.generated}
     faults = []
-    if holes := {sample.id for sample in files.generated if sample.missing_rows}:
-        faults.append(f"{len(holes)} with rows missing at the producer: {expected.listing(holes)}")
-    if short := {sample.id for sample in files.received if sample.rows != sample.tokens - 1}:
-        faults.append(f"{len(short)} where rows are not tokens - 1: {expected.listing(short)}")
+    sides: dict[str, Sequence[GeneratedSample | ReceivedSample]] = {
+        "producer": files.generated,
+        "consumer": files.received,
+    }
+    for side, samples in sides.items():
+        if wrong := {sample.id for sample in samples if sample.rows != sample.tokens - 1}:
+            listing = expected.listing(wrong)
+            faults.append(f"{len(wrong)} where rows are not tokens - 1 at the {side}: {listing}")
     if unequal := {s.id for s in files.received if s.id in made and made[s.id].rows != s.rows}:
         faults.append(f"{len(unequal)} where the sides differ in rows: {expected.listing(unequal)}")
     rows = sum(sample.rows for sample in files.received)
@@ -140,11 +150,15 @@ def _check_rows(files: RunFiles, expected: Expected) -> Check:
 
 def _check_wire(files: RunFiles) -> Check:
     faults, details = [], []
-    for side, snapshots in (("producer", files.producer), ("consumer", files.consumer)):
-        logical = snapshots[-1].logical_bytes if snapshots else 0
-        wire = snapshots[-1].wire_bytes if snapshots else 0
-        ratio = f", ratio {logical / wire:.3f}" if wire else ""
-        text = f"{logical:,} logical, {wire:,} wire{ratio}"
+    sides: dict[str, Sequence[ProducerSnapshot | ConsumerSnapshot]] = {
+        "producer": files.producer,
+        "consumer": files.consumer,
+    }
+    for side, snapshots in sides.items():
+        logical, wire = (
+            (snapshots[-1].logical_bytes, snapshots[-1].wire_bytes) if snapshots else (0, 0)
+        )
+        text = f"{logical:,} logical, {wire:,} wire"
         details.append(text)
         if not 0 < wire <= logical <= wire * MOST_PLAUSIBLE_RATIO:
             faults.append(f"not plausible at the {side}: {text}")
@@ -154,20 +168,29 @@ def _check_wire(files: RunFiles) -> Check:
 
 
 def _check_loss(files: RunFiles) -> Check:
-    name = f"held-out loss at least {REQUIRED_LOSS_DROP:.0%} below untrained"
+    name = f"held-out loss {REQUIRED_LOSS_DROP:.0%} below untrained, and below uniform guessing"
     evaluation = files.evaluation
     if evaluation is None:
         return Check(name, False, files.evaluation_problem)
     allowed = evaluation.untrained_loss * (1 - REQUIRED_LOSS_DROP)
     fell = 0 <= evaluation.trained_loss <= allowed and evaluation.untrained_loss > 0
-    return Check(name, fell, loss_words(evaluation))
+    # An initialisation worse than guessing would make a fall of 25% easy.
+    learned = fell and evaluation.trained_loss < evaluation.uniform_loss
+    return Check(name, learned, loss_words(evaluation))
 
 
-def _check_finite(last: ProducerSnapshot | None) -> Check:
-    name = "no non-finite values"
-    if last is None or last.nonfinite is None:
+def _check_values(last: ProducerSnapshot | None) -> Check:
+    """A residual stream has no row of zeros: one that is all zero was never written."""
+    name = "no non-finite values, no all-zero rows"
+    if last is None or last.nonfinite is None or last.zero_rows is None:
         return Check(name, False, "the producer recorded no count")
-    return Check(name, not any(last.nonfinite), f"per layer: {', '.join(map(str, last.nonfinite))}")
+    counts = {"non-finite": last.nonfinite, "all-zero rows": last.zero_rows}
+    detail = "; ".join(f"{what} per layer: {_listed(n)}" for what, n in counts.items())
+    return Check(name, not any(last.nonfinite) and not any(last.zero_rows), detail)
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _check(name: str, detail: str, faults: list[str], most: int = 3) -> Check:
@@ -211,7 +234,9 @@ def _natural(id: str) -> tuple[str, int]:
 
 
 def loss_words(evaluation: Evaluation) -> str:
-    words = f"{evaluation.untrained_loss:.3f} untrained, {evaluation.trained_loss:.3f} trained"
-    if evaluation.untrained_loss <= 0:
-        return words
-    return f"{words} ({evaluation.trained_loss / evaluation.untrained_loss - 1:+.1%})"
+    before, after = evaluation.untrained_loss, evaluation.trained_loss
+    change = f" ({after / before - 1:+.1%})" if before > 0 else ""
+    return (
+        f"{before:.3f} untrained, {after:.3f} trained{change}, "
+        f"{evaluation.uniform_loss:.3f} by uniform guessing"
+    )

@@ -6,11 +6,11 @@ from importlib.resources import files as package_files
 from string import Template
 from typing import TYPE_CHECKING
 
-from .report_plots import plots
-from .report_records import RunFiles
+from draftfeed_deploy.report_plots import plots
+from draftfeed_deploy.report_records import RunFiles
 
 if TYPE_CHECKING:
-    from .report import Check, Layer, Report
+    from draftfeed_deploy.report import Check, Layer, Report
 
 
 def render(report: "Report", files: RunFiles) -> str:
@@ -49,7 +49,8 @@ def _tiles(report: "Report") -> Iterable[str]:
     ratio = f"{report.ratio:.3f}" if report.ratio else "–"
     yield _tile("trained", f"{report.trained:,}", f"of {report.prompts:,} prompts")
     yield _tile("generated", f"{report.tokens_per_second:,.0f}", "tokens/s")
-    yield _tile("ratio", ratio, f"{_size(report.logical_bytes)} sent as {_size(report.wire_bytes)}")
+    encoded = f"{_size(report.logical_bytes)} encoded as {_size(report.encoded_bytes)}"
+    yield _tile("ratio", ratio, encoded)
     if not (evaluation := report.evaluation):
         yield _tile("held-out loss", "–", "not evaluated")
         return
@@ -93,12 +94,16 @@ def _fact_rows(report: "Report") -> Iterable[str]:
     yield _row("prompt file", report.prompts_file)
     yield _row("dataset", report.dataset or "–")
     yield _row("tokens", f"{report.tokens:,} fed, {report.response_tokens:,} in responses")
-    yield _row("logical bytes", f"{report.logical_bytes:,}")
+    yield _row("logical bytes (hidden states)", f"{report.logical_bytes:,}")
+    yield _row("encoded bytes", f"{report.encoded_bytes:,}")
     yield _row("wire bytes", f"{report.wire_bytes:,}")
+    yield _row("samples made again for missing rows", str(report.recaptured))
     yield _row("spool, peak", _size(report.spool_peak_bytes))
     yield _row("buffer, peak", _size(report.buffer_peak_bytes))
     yield _row("rejected", str(len(report.rejected)))
     if evaluation := report.evaluation:
+        uniform = f"{evaluation.uniform_loss:.2f} (ln {evaluation.vocab_size:,})"
+        yield _row("loss of uniform guessing", uniform)
         new, calls = evaluation.accepted_new_tokens, evaluation.accepted_target_calls
         yield _row("accepted (not gated)", f"{new:,} tokens in {calls:,} target calls")
         same = "the same" if evaluation.same_as_greedy else "different"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .report_records import RunFiles
+from draftfeed_deploy.report_records import RunFiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""What a finished run leaves on disk, read back without trusting any of it.
+"""The records of a finished run, read back without trusting any of them.
 
 A run that was killed leaves files that are missing or end in half a line. Reading never raises:
 what could not be read is named in `RunFiles.problems`.
@@ -9,99 +9,18 @@ from typing import TypeVar
 
 import msgspec
 
+from draftfeed_deploy.records import (
+    ConsumerSnapshot,
+    Evaluation,
+    GeneratedSample,
+    ProducerSnapshot,
+    ReceivedSample,
+    Rejection,
+    Step,
+)
+
 T = TypeVar("T")
-S = TypeVar("S", "ProducerSnapshot", "ConsumerSnapshot")
-
-
-class ProducerSnapshot(msgspec.Struct, frozen=True):
-    """One line of `producer/stats.jsonl`. Counters are cumulative; lists have one entry a layer."""
-
-    time_seconds: float
-    """Monotonic; in the file since the machine started, here since the run's first snapshot."""
-    samples: int
-    tokens: int
-    """Tokens fed to the target, which is the number of rows."""
-    logical_bytes: int
-    wire_bytes: int
-    response_tokens: int = 0
-    encoded_bytes: int = 0
-    spool_bytes: int = 0
-    spool_quota_bytes: int = 0
-    leased: int = 0
-    committed: int = 0
-    rejected: int = 0
-    stall_seconds: dict[str, float] = {}
-    nonfinite: list[int] | None = None
-    saturated: list[int] = []
-    zero_rows: list[int] = []
-
-
-class ConsumerSnapshot(msgspec.Struct, frozen=True):
-    """One line of `consumer/stats.jsonl`. Counters are cumulative."""
-
-    time_seconds: float
-    """Monotonic; in the file since the machine started, here since the run's first snapshot."""
-    samples: int
-    tokens: int
-    logical_bytes: int
-    wire_bytes: int
-    buffer_bytes: int = 0
-    buffer_capacity_bytes: int = 0
-    held: int = 0
-    trained: int = 0
-    rejected: int = 0
-    step: int = 0
-    loss: float | None = None
-    stall_seconds: dict[str, float] = {}
-
-
-class GeneratedSample(msgspec.Struct, frozen=True):
-    """One line of `producer/samples.jsonl`, written before the sample is encoded."""
-
-    id: str
-    key: str
-    rows: int
-    digest: str
-    missing_rows: int
-    prompt_tokens: int = 0
-    finish_reason: str = ""
-
-
-class ReceivedSample(msgspec.Struct, frozen=True):
-    """One line of `consumer/samples.jsonl`, written after the sample was decoded."""
-
-    id: str
-    rows: int
-    tokens: int
-    digest: str
-
-
-class Step(msgspec.Struct, frozen=True):
-    """One line of `consumer/steps.jsonl`: a completed optimizer step and the samples it used."""
-
-    step: int
-    ids: list[str]
-    loss: float | None = None
-
-
-class Rejection(msgspec.Struct, frozen=True):
-    """One line of `producer/rejected.jsonl`."""
-
-    id: str
-    reason: str
-
-
-class Evaluation(msgspec.Struct, frozen=True):
-    """`evaluation.json`: the drafter before and after training, on the held-out prompts."""
-
-    untrained_loss: float
-    trained_loss: float
-    accepted_length: float
-    """Mean new tokens a target call, its own token included: at 1.0 no draft was accepted."""
-    accepted_new_tokens: int
-    accepted_target_calls: int
-    same_as_greedy: bool
-    """Whether speculative decoding printed what greedy decoding prints."""
+S = TypeVar("S", ProducerSnapshot, ConsumerSnapshot)
 
 
 class RunFiles(msgspec.Struct, frozen=True, kw_only=True):

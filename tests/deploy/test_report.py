@@ -21,8 +21,8 @@ ONCE = "each trained exactly once"
 DIGESTS = "tensors equal on both sides"
 ROWS = "a row for every fed token"
 WIRE = "wire bytes within logical bytes"
-LOSS = "held-out loss at least 25% below untrained"
-FINITE = "no non-finite values"
+LOSS = "held-out loss 25% below untrained, and below uniform guessing"
+VALUES = "no non-finite values, no all-zero rows"
 
 
 class Run:
@@ -46,6 +46,7 @@ class Run:
         self.evaluation: dict[str, Any] | None = {
             "untrained_loss": 8.0,
             "trained_loss": 5.0,
+            "vocab_size": 1024,
             "accepted_length": 1.25,
             "accepted_new_tokens": 125,
             "accepted_target_calls": 100,
@@ -57,10 +58,10 @@ class Run:
             "id": self.ids[i],
             "key": f"p-{i:02d}",
             "rows": 30 + i,
+            "tokens": 31 + i,
             "prompt_tokens": 10,
             "finish_reason": "stop",
             "digest": f"{i:016x}",
-            "missing_rows": 0,
         }
 
     def _received(self, i: int) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def row_missing_at_the_consumer(run: Run) -> None:
 
 
 def row_missing_at_the_producer(run: Run) -> None:
-    run.generated[5]["missing_rows"] = 1
+    run.generated[5]["tokens"] += 1
 
 
 def row_lost_on_the_way(run: Run) -> None:
@@ -225,6 +226,11 @@ def loss_not_fallen_enough(run: Run) -> None:
     run.evaluation["trained_loss"] = 6.01
 
 
+def loss_of_a_worse_than_random_start_that_fell_to_random(run: Run) -> None:
+    assert run.evaluation
+    run.evaluation |= {"untrained_loss": 15.0, "trained_loss": 6.94}
+
+
 def loss_is_not_a_number(run: Run) -> None:
     assert run.evaluation
     run.evaluation["trained_loss"] = float("nan")
@@ -236,6 +242,14 @@ def evaluation_missing(run: Run) -> None:
 
 def nan_in_one_layer(run: Run) -> None:
     run.producer[-1]["nonfinite"] = [0, 0, 0, 1, 0]
+
+
+def rows_of_zeros_in_one_layer(run: Run) -> None:
+    run.producer[-1]["zero_rows"] = [0, 2, 0, 0, 0]
+
+
+def zero_rows_not_counted(run: Run) -> None:
+    del run.producer[-1]["zero_rows"]
 
 
 FAULTS = [
@@ -252,9 +266,12 @@ FAULTS = [
     (wire_larger_than_the_tensors, WIRE, "producer"),
     (nothing_crossed_the_wire, WIRE, "consumer"),
     (loss_not_fallen_enough, LOSS, "6.010 trained"),
+    (loss_of_a_worse_than_random_start_that_fell_to_random, LOSS, "6.931 by uniform guessing"),
     (loss_is_not_a_number, LOSS, "evaluation.json"),
     (evaluation_missing, LOSS, "evaluation.json: missing"),
-    (nan_in_one_layer, FINITE, "0, 0, 0, 1, 0"),
+    (nan_in_one_layer, VALUES, "0, 0, 0, 1, 0"),
+    (rows_of_zeros_in_one_layer, VALUES, "all-zero rows per layer: 0, 2, 0, 0, 0"),
+    (zero_rows_not_counted, VALUES, "recorded no count"),
 ]
 
 
@@ -321,13 +338,13 @@ def test_garbage_in_every_file_gives_a_failed_report_and_no_traceback(
         path.write_bytes(damage)
     report = write_report(run.dir, run.prompts)
     assert not report.passed
-    assert {ACCOUNTED, TRAINED, ONCE, LOSS, FINITE} & failed(report).keys()
+    assert {ACCOUNTED, TRAINED, ONCE, LOSS, VALUES} & failed(report).keys()
     assert (run.dir / "report.html").exists()
 
 
 def test_run_killed_before_it_wrote_anything_fails_everything(tmp_path: Path) -> None:
     report = write_report(tmp_path / "run", tmp_path / "no-prompts.jsonl")
-    assert set(failed(report)) >= {READABLE, ACCOUNTED, ONCE, DIGESTS, ROWS, WIRE, LOSS, FINITE}
+    assert set(failed(report)) >= {READABLE, ACCOUNTED, ONCE, DIGESTS, ROWS, WIRE, LOSS, VALUES}
     assert "no-prompts.jsonl cannot be read" in failed(report)[ACCOUNTED]
     assert len(summary_lines(report)) <= 15
     assert "nothing was recorded" in (tmp_path / "run/report.html").read_text("utf-8")
@@ -359,6 +376,7 @@ def test_page_shows_the_figures_and_three_plots_and_loads_nothing(run: Run) -> N
         "1.429",
         "8.00 → 5.00",
         "1.25",
+        "6.93 (ln 1,024)",
         "buffer empty",
         "2.2 s",
         "70",

@@ -7,6 +7,7 @@ is anyone's.
 """
 
 import importlib
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -101,6 +102,7 @@ def load(config: TrainerConfig) -> tuple[Train, TrainerRun]:
         raise TrainerError(f"target {config.target} is not a model directory: no config.json")
     if config.threads < 1:
         raise TrainerError(f"threads is {config.threads}; at least one is needed")
+    _check_writable(config.output_dir)
     run = TrainerRun(
         output_dir=config.output_dir,
         target=config.target,
@@ -111,6 +113,16 @@ def load(config: TrainerConfig) -> tuple[Train, TrainerRun]:
     if config.function is not None:
         return resolve(config.function), run
     return _shipped(config.kind, run), run
+
+
+def _check_writable(output_dir: Path) -> None:
+    """Now, and not when the first checkpoint is due. The directory is made if it is missing."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise TrainerError(f"output_dir {output_dir} cannot be written: {error.strerror}") from None
 
 
 def resolve(name: str) -> Train:

