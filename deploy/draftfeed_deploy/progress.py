@@ -61,7 +61,7 @@ class Panels:
         self._panels: dict[str, RenderableType] = {
             name: Panel("starting", title=name) for name in names
         }
-        self._live = Live(self._grid(), console=console, refresh_per_second=4, transient=True)
+        self._live = Live(self.picture(), console=console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Panels":
         self._live.start()
@@ -77,9 +77,9 @@ class Panels:
         rates = self._rates[name]
         rates.add(snapshot)
         self._panels[name] = Panel(_table(snapshot, rates), title=name, width=72)
-        self._live.update(self._grid())
+        self._live.update(self.picture())
 
-    def _grid(self) -> Table:
+    def picture(self) -> Table:
         grid = Table.grid()
         for panel in self._panels.values():
             grid.add_row(panel)

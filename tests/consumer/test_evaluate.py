@@ -2,18 +2,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import smollm2_samples
-import tiny_target
 import torch
-from memory_stream import Item, MemoryStream
 from transformers import AutoModelForCausalLM
 
+import smollm2_samples
+import tiny_target
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.evaluate import _watched, accepted_length, heldout_loss, is_greedy
 from draftfeed_consumer.trainers import dflash
 from draftfeed_consumer.trainers.specforge import draft_config, train
+from memory_stream import Item, MemoryStream
 
-pytestmark = [pytest.mark.xdist_group("specforge"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,6 @@ def test_the_drafters_config_is_the_targets_where_it_must_be(smollm2_dir: Path) 
     assert model.config.rope_parameters["rope_theta"] == 100000.0
 
 
-@pytest.mark.slow
 def test_training_lowers_the_loss_on_samples_it_has_not_seen(
     smollm2_dir: Path, smollm2_items: list[Item], tmp_path: Path
 ) -> None:

@@ -6,16 +6,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
 import smollm2_samples
 import tiny_target
-import torch
-from memory_stream import Item, MemoryStream, checkpoints, sample_id
-
 from draftfeed_consumer.errors import StreamClosed, StreamLost, TrainerError
 from draftfeed_consumer.evaluate import accepted_length
 from draftfeed_consumer.policy import Policy
@@ -26,8 +25,9 @@ from draftfeed_consumer.trainers.specforge_hooks import (
     latest_checkpoint,
     to_tensors,
 )
+from memory_stream import Item, MemoryStream, checkpoints, sample_id
 
-pytestmark = [pytest.mark.xdist_group("specforge"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 HERE = Path(__file__).parent
 
@@ -257,6 +257,34 @@ def test_the_checkpoints_of_another_run_are_not_overwritten(
         trained_on(tiny_target.items(1), tiny_target_dir, tmp_path)
 
 
+@pytest.mark.parametrize("pointer", ["", "null", "{}"])
+def test_damaged_pointer_to_the_newest_checkpoint_is_named(
+    tiny_target_dir: Path, tmp_path: Path, pointer: str
+) -> None:
+    (tmp_path / "latest.json").write_text(pointer)
+    with pytest.raises(TrainerError, match=r"latest\.json is damaged .* options\.resume_from"):
+        trained_on(tiny_target.items(1), tiny_target_dir, tmp_path, resume_from="latest")
+
+
+def test_damaged_checkpoint_is_named_in_one_line(tiny_target_dir: Path, tmp_path: Path) -> None:
+    _, result = trained_on(tiny_target.items(1), tiny_target_dir, tmp_path)
+    assert result.checkpoint is not None
+    whole = (result.checkpoint / dflash.STATE_FILE).read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint"):
+        (result.checkpoint / dflash.STATE_FILE).write_bytes(damaged)
+        with pytest.raises(TrainerError, match="cannot be read as a checkpoint") as caught:
+            trained_on(tiny_target.items(2), tiny_target_dir, tmp_path, resume_from="latest")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("config", ["{}", "[]", "{", '{"num_attention_heads": 2}'])
+def test_target_whose_config_is_not_one_is_named(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    stream = MemoryStream(tiny_target.DESCRIPTOR, [])
+    with pytest.raises(TrainerError, match=r"its config\.json "):
+        train(stream, tiny_target.run(tmp_path, tmp_path / "out"))
+
+
 def test_resume_latest_starts_afresh_and_then_goes_on(
     tiny_target_dir: Path, tmp_path: Path
 ) -> None:
@@ -328,10 +356,12 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(
     assert [metrics["loss"] for metrics in rest.metrics] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_passes_over_32_samples_teach_them_by_heart(
-    smollm2_dir: Path, smollm2_items: list[Item], tmp_path: Path
+    smollm2_dir: Path,
+    smollm2_items: list[Item],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Then it proposes what the target would have said: 2.2 tokens a call. Trained on rows that
     are shifted by one it stays at 1.2."""
@@ -361,6 +391,7 @@ def test_many_passes_over_32_samples_teach_them_by_heart(
     found = accepted_length(
         prompts, smollm2_dir, draft_config(run, smollm2_samples.LAYER_IDS), result.checkpoint, 16
     )
+    record_property("accepted length, tokens a target call", f"{found.mean:.2f}")
     assert found.same_as_greedy
     assert found.mean >= 1.5, found
 

@@ -95,6 +95,12 @@ def test_without_its_extra_the_missing_package_is_named(
         load(config(target, kind="specforge"))
 
 
+def test_output_dir_that_cannot_be_written_is_known_at_once(target: Path) -> None:
+    settings = TrainerConfig(function="json:dumps", output_dir=Path("/dev/null/x"))
+    with pytest.raises(TrainerError, match="output_dir /dev/null/x cannot be written: Not a dir"):
+        load(settings)
+
+
 def test_the_config_reads_from_a_table() -> None:
     table = {
         "kind": "specforge",

@@ -7,6 +7,7 @@ SpecForge's classes, built the same way for training and for evaluation. This mo
 import contextlib
 import io
 import json
+import pickle
 import tempfile
 import warnings
 from pathlib import Path
@@ -81,12 +82,32 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_architecture(target: Path) -> tuple[dict[str, Any], int]:
-    """(what a drafter's blocks take over from the target's config.json, number of its blocks)"""
-    config = json.loads((target / "config.json").read_text())
+    """(what a drafter's blocks take over from the target's config.json, number of its blocks)
+
+    Raises TrainerError.
+    """
+    config = _read_config(target)
     config = config.get("text_config", config)
+    try:
+        return _architecture(config), config["num_hidden_layers"]
+    except KeyError as error:
+        raise TrainerError(f"target {target}: its config.json has no {error}") from None
+
+
+def _read_config(target: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((target / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise TrainerError(f"target {target}: its config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise TrainerError(f"target {target}: its config.json is not a mapping")
+    return config
+
+
+def _architecture(config: dict[str, Any]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     rope = config.get("rope_parameters") or {}
-    architecture = {
+    return {
         "hidden_size": config["hidden_size"],
         "num_attention_heads": heads,
         "num_key_value_heads": config.get("num_key_value_heads", heads),
@@ -103,7 +124,6 @@ def read_architecture(target: Path) -> tuple[dict[str, Any], int]:
         "bos_token_id": config.get("bos_token_id"),
         "eos_token_id": config.get("eos_token_id"),
     }
-    return architecture, config["num_hidden_layers"]
 
 
 def pick_mask_token(target: Path) -> int:
@@ -111,7 +131,7 @@ def pick_mask_token(target: Path) -> int:
 
     It stands for "not known yet" in a block, so it must be one that is never generated.
     """
-    config = json.loads((target / "config.json").read_text())
+    config = _read_config(target)
     used = {config.get(f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
     path = target / "tokenizer.json"
     added = json.loads(path.read_text()).get("added_tokens", []) if path.is_file() else []
@@ -167,7 +187,7 @@ class TargetWeights:
     """Single tensors out of a target's safetensors files."""
 
     def __init__(self, target: Path) -> None:
-        self.config = json.loads((target / "config.json").read_text())
+        self.config = _read_config(target)
         self._file_of: dict[str, Path] = {}
         for path in sorted(target.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -221,7 +241,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if not path.is_file():
         raise TrainerError(f"{checkpoint} is not a checkpoint: it has no {STATE_FILE}")
     # Only mappings, numbers and tensors are in there, but SpecForge saves tuples of its own too.
-    state = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise TrainerError(f"{path} cannot be read as a checkpoint: {first_line}") from error
     assert isinstance(state, dict)
     return state
 
@@ -237,4 +261,7 @@ def load_config(output_dir: Path) -> DraftConfig:
     path = output_dir / "drafter.json"
     if not path.is_file():
         raise TrainerError(f"{output_dir} has no drafter.json: nothing was trained there")
-    return msgspec.json.decode(path.read_bytes(), type=DraftConfig)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=DraftConfig)
+    except msgspec.DecodeError as error:
+        raise TrainerError(f"{path} is damaged: {error}") from None

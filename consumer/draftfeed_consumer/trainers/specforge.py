@@ -1,28 +1,27 @@
 """SpecForge 0.2.0 trains a DFlash drafter from a live stream, in one process on the CPU."""
 
-import difflib
 import importlib.metadata
 import importlib.util
-import io
 import logging
-import os
-import re
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.trainers import SampleStream, TrainerRun, TrainResult
+from draftfeed_consumer.trainers.specforge_options import SpecForgeOptions, parse_options
+from draftfeed_consumer.trainers.specforge_process import (
+    ENVIRONMENT,
+    environment,
+    process_group,
+    quiet,
+    threads,
+)
 
 if TYPE_CHECKING:
     from draftfeed_consumer.trainers.dflash import DraftConfig
-    from draftfeed_consumer.trainers.specforge_hooks import AckLedger, Checkpoints, Shelf
+    from draftfeed_consumer.trainers.specforge_hooks import Checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -31,63 +30,6 @@ INSTALL = f"pip install 'draftfeed[specforge]' && pip install --no-deps specforg
 RUN_ID = "drafter"
 SCHEDULE_STEPS = 1 << 20
 """SpecForge gives warm-up as a fraction of a length that a live stream does not have."""
-
-ENVIRONMENT = {
-    "FSDP_SHARDING": "NO_SHARD",  # plain DDP; FSDP proper wants a GPU
-    "SPECFORGE_DEVICE": "cpu",
-    "SPECFORGE_STREAM_WAIT_LOG_INTERVAL": "0",  # it prints
-    "LOADER_PREFETCH": "0",  # fetching is a dictionary look-up here
-    "CLONE_ON_FETCH": "0",  # the shelf's tensors are copies already
-}
-
-
-class SpecForgeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[trainer.options]` of kind = "specforge"."""
-
-    num_layers: int = 1
-    block_size: int = 8
-    mask_token_id: int | None = None
-    """Default: the last spare special token of the target's tokenizer."""
-    num_anchors: int = 16
-    """Blocks a sample is trained on. The cost of a step is proportional to anchors x block."""
-    gamma: float = 4.0
-    """Label k of a block weighs exp(-(k-1)/gamma)."""
-    init: Literal["random", "target"] = "random"
-    """"target" starts from the target's last blocks: learns several times faster."""
-    learning_rate: float = 1e-3
-    warmup_steps: int = 20
-    max_grad_norm: float = 1.0
-    batch_size: int = 1
-    accumulation_steps: int = 1
-    save_interval_steps: int = 100
-    max_checkpoints: int = 2
-    log_interval_steps: int = 10
-    seed: int = 0
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    objective_chunk_blocks: int = 0
-    """Blocks whose logits exist at a time; each part is computed twice. 0: all, once."""
-    resume_from: str | None = None
-    """A checkpoint directory, or "latest": the newest one in output_dir, if there is one."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "num_anchors",
-            "batch_size",
-            "accumulation_steps",
-            "save_interval_steps",
-            "max_checkpoints",
-            "log_interval_steps",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1")
-        if self.block_size < 2:
-            raise ValueError("block_size must be at least 2: its first token is given")
-
-    @property
-    def window(self) -> int:
-        """Samples of one optimizer step."""
-        return self.batch_size * self.accumulation_steps
 
 
 def check(run: TrainerRun) -> None:
@@ -103,18 +45,6 @@ def check(run: TrainerRun) -> None:
         raise TrainerError(f"SpecForge is not installed; run: {INSTALL}") from None
     if found != VERSION:
         raise TrainerError(f"works with SpecForge {VERSION}, found {found}; run: {INSTALL}")
-
-
-def parse_options(options: dict[str, Any]) -> SpecForgeOptions:
-    known = SpecForgeOptions.__struct_fields__
-    for key in options.keys() - set(known):
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        raise TrainerError(f"unknown key 'options.{key}'; {hint}")
-    try:
-        return msgspec.convert(options, SpecForgeOptions)
-    except msgspec.ValidationError as error:
-        raise TrainerError(re.sub(r"`\$\.?([^`]*)`", r"options.\1", str(error))) from None
 
 
 def draft_config(run: TrainerRun, layer_ids: tuple[int, ...]) -> "DraftConfig":
@@ -153,9 +83,9 @@ def train(stream: SampleStream, run: TrainerRun) -> TrainResult:
     _check_target(stream, config)
     run.output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        stack.enter_context(_environment(ENVIRONMENT))
-        stack.enter_context(_threads(run.threads))
-        stack.enter_context(_process_group())
+        stack.enter_context(environment(ENVIRONMENT))
+        stack.enter_context(threads(run.threads))
+        stack.enter_context(process_group())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="draftfeed-")))
         training = _Training(stream, run, options, config, resume, folder)
         stack.callback(training.close)
@@ -177,17 +107,20 @@ class _Training:
         from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChannel
 
         from draftfeed_consumer.trainers import dflash
-        from draftfeed_consumer.trainers.specforge_hooks import Feeder, Shelf
+        from draftfeed_consumer.trainers.specforge_hooks import AckLedger, Feeder, Shelf
 
+        self._stream, self._output_dir = stream, run.output_dir
+        self._options, self._config = options, config
         dflash.save_config(config, run.output_dir)
         step = _load_stream_state(stream, resume) if resume else None
         # One optimizer step under way and the next one waiting.
         self._shelf: Shelf = Shelf(capacity=2 * options.window)
         channel = StreamingRefChannel(str(folder / "samples.jsonl"))
         self._feeder: Feeder = Feeder(stream, self._shelf, channel, run.policy)
-        self._trainer, self._ledger, self._checkpoints = _assemble(
-            stream, self._shelf, channel, run, options, config, resume, step
-        )
+        self._ledger: AckLedger = AckLedger(stream, self._shelf, self._metrics, step)
+        model = dflash.build_training_model(config, run.target_dir)
+        self._trainer = self._build_trainer(model, channel, resume)
+        self._checkpoints = self._take_over(self._trainer._controller)
 
     def fit(self) -> TrainResult:
         self._feeder.start()
@@ -213,65 +146,59 @@ class _Training:
             steps, self._ledger.trained, self._feeder.rejected, tail, self._checkpoints.last
         )
 
+    def _build_trainer(self, model: Any, channel: Any, resume: Path | None) -> Any:
+        import torch
+        from specforge.algorithms.dflash.providers import create_registration
+        from specforge.launch import build_disagg_online_consumer
 
-def _assemble(
-    stream: SampleStream,
-    shelf: "Shelf",
-    channel: Any,
-    run: TrainerRun,
-    options: SpecForgeOptions,
-    config: "DraftConfig",
-    resume: Path | None,
-    step: int | None,
-) -> tuple[Any, "AckLedger", "Checkpoints"]:
-    import torch
-    from specforge.algorithms.dflash.providers import create_registration
-    from specforge.launch import build_disagg_online_consumer
+        from draftfeed_consumer.trainers.specforge_hooks import ShelfStore
 
-    from draftfeed_consumer.trainers import dflash
-    from draftfeed_consumer.trainers.specforge_hooks import AckLedger, Checkpoints, ShelfStore
+        algorithm = create_registration()
+        torch.manual_seed(self._options.seed)  # anchors are drawn from this
+        with quiet():
+            return build_disagg_online_consumer(
+                algorithm=algorithm,
+                feature_store=ShelfStore(self._shelf, self._config.torch_dtype),
+                channel=channel,
+                draft_model=model,
+                optimizer_factory=_optimizer_factory(self._options),
+                run_id=RUN_ID,
+                output_dir=str(self._output_dir),
+                batch_size=self._options.batch_size,
+                accumulation_steps=self._options.accumulation_steps,
+                save_interval=self._options.save_interval_steps,
+                metadata_store=self._ledger,
+                logger=_log_step,
+                log_interval=self._options.log_interval_steps,
+                strategy_kwargs=_resume_contract(algorithm, model, self._config),
+                max_checkpoints=self._options.max_checkpoints,
+                resume_from=str(resume) if resume else None,
+            )
 
-    algorithm = create_registration()
-    model = dflash.build_training_model(config, run.target_dir)
-    ledger = AckLedger(stream, shelf, lambda: _numbers(trainer._controller.last_metrics), step)
-    torch.manual_seed(options.seed)  # anchors are drawn from this
-    with _quiet():
-        trainer = build_disagg_online_consumer(
-            algorithm=algorithm,
-            feature_store=ShelfStore(shelf, config.torch_dtype),
-            channel=channel,
-            draft_model=model,
-            optimizer_factory=_optimizer_factory(options),
+    def _take_over(self, controller: Any) -> "Checkpoints":
+        """Where SpecForge has no parameter for what is ours."""
+        from draftfeed_consumer.trainers.specforge_hooks import Checkpoints
+
+        checkpoints = Checkpoints(
+            self._stream,
+            self._ledger,
+            output_dir=str(self._output_dir),
             run_id=RUN_ID,
-            output_dir=str(run.output_dir),
-            batch_size=options.batch_size,
-            accumulation_steps=options.accumulation_steps,
-            save_interval=options.save_interval_steps,
-            metadata_store=ledger,
-            logger=_log_step,
-            log_interval=options.log_interval_steps,
-            strategy_kwargs=_resume_contract(algorithm, model, config),
-            max_checkpoints=options.max_checkpoints,
-            resume_from=str(resume) if resume else None,
+            max_checkpoints=self._options.max_checkpoints,
         )
-    checkpoints = Checkpoints(
-        stream,
-        ledger,
-        output_dir=str(run.output_dir),
-        run_id=RUN_ID,
-        max_checkpoints=options.max_checkpoints,
-    )
-    trainer._controller._checkpoint_mgr = checkpoints
-    ledger.on_step = partial(_checkpoint_when_wanted, stream, trainer._controller, options)
-    trainer._controller._make_progress_bar = lambda: None  # the terminal is not ours
-    return trainer, ledger, checkpoints
+        controller._checkpoint_mgr = checkpoints
+        controller._make_progress_bar = lambda: None  # the terminal is not ours
+        self._ledger.on_step = self._checkpoint_when_wanted
+        return checkpoints
 
+    def _checkpoint_when_wanted(self) -> None:
+        """SpecForge looks at its interval after every step: with 1 it saves after this one."""
+        wanted = self._stream.checkpoint_wanted
+        interval = 1 if wanted else self._options.save_interval_steps
+        self._trainer._controller.save_interval = interval
 
-def _checkpoint_when_wanted(
-    stream: SampleStream, controller: Any, options: SpecForgeOptions
-) -> None:
-    """SpecForge looks at its interval after every step: with 1 it saves after this one."""
-    controller.save_interval = 1 if stream.checkpoint_wanted else options.save_interval_steps
+    def _metrics(self) -> dict[str, float]:
+        return _numbers(self._trainer._controller.last_metrics)
 
 
 def _optimizer_factory(options: SpecForgeOptions) -> Any:
@@ -348,55 +275,3 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 def _log_step(metrics: dict[str, Any], step: int) -> None:
     logger.info("step %d: loss %.3f, accuracy %.3f", step, metrics["loss"], metrics["acc"])
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """SpecForge reads these at scattered places; restored afterwards."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _process_group() -> Iterator[None]:
-    """A gloo group of one: its store lives in this process, so no port is opened for it."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        raise TrainerError("a torch process group exists already; train in a process of its own")
-    store = dist.HashStore()  # type: ignore[attr-defined]  # pyright: ignore  # exported, not by name
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """SpecForge prints while it assembles, and calls torch in ways that torch warns about."""
-    with warnings.catch_warnings(), redirect_stdout(io.StringIO()) as printed:
-        warnings.simplefilter("ignore")
-        yield
-    if text := printed.getvalue().strip():
-        logger.debug("%s", text)

@@ -22,6 +22,7 @@ from specforge.runtime.data_plane.feature_store import FeatureStore
 from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChannel
 from specforge.training.checkpoint import CheckpointManager
 
+from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.policy import Policy, verdict
 from draftfeed_consumer.trainers import Item, SampleStream
 from draftfeed_proto.ids import SampleId
@@ -217,11 +218,16 @@ def _point_to(checkpoint: Path) -> None:
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
-    """The newest durable checkpoint of a run, or None."""
+    """The newest durable checkpoint of a run, or None. Raises TrainerError."""
     pointer = output_dir / POINTER
     if not pointer.is_file():
         return None
-    return output_dir / str(json.loads(pointer.read_text())["checkpoint"])
+    try:
+        return output_dir / str(json.loads(pointer.read_text())["checkpoint"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise TrainerError(
+            f"{pointer} is damaged ({error}); name a checkpoint in options.resume_from"
+        ) from None
 
 
 def write_durably(path: Path, write: Callable[[Any], Any]) -> None:

@@ -1,0 +1,69 @@
+"""`[trainer.options]` of kind = "specforge". Needs nothing but this package."""
+
+import difflib
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from draftfeed_consumer.errors import TrainerError
+
+
+class SpecForgeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    num_layers: int = 1
+    block_size: int = 8
+    mask_token_id: int | None = None
+    """Default: the last spare special token of the target's tokenizer."""
+    num_anchors: int = 16
+    """Blocks a sample is trained on. The cost of a step is proportional to anchors x block."""
+    gamma: float = 4.0
+    """Label k of a block weighs exp(-(k-1)/gamma)."""
+    init: Literal["random", "target"] = "random"
+    """"target" starts from copies of the target's last blocks and norm."""
+    learning_rate: float = 1e-3
+    warmup_steps: int = 20
+    max_grad_norm: float = 1.0
+    batch_size: int = 1
+    accumulation_steps: int = 1
+    save_interval_steps: int = 100
+    max_checkpoints: int = 2
+    log_interval_steps: int = 10
+    seed: int = 0
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    objective_chunk_blocks: int = 0
+    """Blocks whose logits exist at a time; each part is computed twice. 0: all, once."""
+    resume_from: str | None = None
+    """A checkpoint directory, or "latest": the newest one in output_dir, if there is one."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "num_anchors",
+            "batch_size",
+            "accumulation_steps",
+            "save_interval_steps",
+            "max_checkpoints",
+            "log_interval_steps",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if self.block_size < 2:
+            raise ValueError("block_size must be at least 2: its first token is given")
+
+    @property
+    def window(self) -> int:
+        """Samples of one optimizer step."""
+        return self.batch_size * self.accumulation_steps
+
+
+def parse_options(options: dict[str, Any]) -> SpecForgeOptions:
+    """Raises TrainerError, which names the option."""
+    known = SpecForgeOptions.__struct_fields__
+    for key in options.keys() - set(known):
+        near = difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        raise TrainerError(f"unknown key 'options.{key}'; {hint}")
+    try:
+        return msgspec.convert(options, SpecForgeOptions)
+    except msgspec.ValidationError as error:
+        raise TrainerError(re.sub(r"`\$\.?([^`]*)`", r"options.\1", str(error))) from None
