@@ -64,6 +64,8 @@ class ServerStatistics(NamedTuple):
     leased: int
     wire_bytes: int
     """Frames handed to ZeroMQ since the process began."""
+    backlog: int
+    """Messages waiting for the member to read."""
     no_credit_seconds: float
     """Time in which samples waited and the consumer had no room for them."""
 
@@ -151,6 +153,7 @@ class Server:
             self._delivery.term,
             self._delivery.leased,
             self._wire_bytes,
+            len(self._unsent),
             self._no_credit_seconds,
         )
 

@@ -5,12 +5,12 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from draftfeed_producer.engines.synthetic import SyntheticConfig, synthetic_prompts
+from waiting import eventually
 
 SAMPLES = 60
 PRODUCER = """
@@ -78,17 +78,22 @@ class Run:
         pytest.fail(f"it ended without saying {words!r}")
 
     def ended(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=200)
         return process.returncode, output
+
+    def succeeds(self, process: "subprocess.Popen[str]") -> None:
+        code, output = self.ended(process)
+        assert code == 0, output
 
     def wait_for_lines(self, name: str, count: int) -> None:
         """Until a log of the run has that many lines."""
         path = self.directory / name
-        deadline = time.monotonic() + 60
-        while not path.exists() or path.read_bytes().count(b"\n") < count:
+
+        def there() -> bool:
             assert all(process.poll() is None for process in self._started), "one has ended"
-            assert time.monotonic() < deadline, f"no {count} lines in {name}"
-            os.sched_yield()
+            return path.exists() and path.read_bytes().count(b"\n") >= count
+
+        eventually(there, f"{count} lines in {name}")
 
     def trained(self) -> dict[str, int]:
         """What the checkpoint's model state says, and no ledger of ours."""

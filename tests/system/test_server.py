@@ -64,7 +64,7 @@ def test_peer_that_shouts_and_never_reads_holds_nobody_up(
     for _ in range(5000):
         peer.send(b"\xc1")
     assert trains_everything(producer)
-    assert len(producer.server._unsent) == 0
+    assert producer.server.statistics().backlog == 0
 
 
 def test_ranges_that_are_none_do_not_end_the_server(

@@ -9,6 +9,8 @@ import pytest
 
 from processes import SAMPLES, Run
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[int], Run]]:
@@ -26,15 +28,15 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Run]]:
 def test_a_run_ends_by_itself_with_every_sample_trained_once(start: Callable[..., Run]) -> None:
     run = start()
     producer, consumer = run.start("producer"), run.start("consumer")
-    assert run.ended(consumer)[0] == 0
-    assert run.ended(producer)[0] == 0
+    run.succeeds(consumer)
+    run.succeeds(producer)
     assert run.trained() == run.expected()
 
 
 def test_both_sides_log_the_same_digest_for_every_sample(start: Callable[..., Run]) -> None:
     run = start()
     for process in (run.start("producer"), run.start("consumer")):
-        assert run.ended(process)[0] == 0
+        run.succeeds(process)
 
     def digests(name: str) -> dict[str, str]:
         lines = (run.directory / name / "samples.jsonl").read_text().splitlines()
@@ -48,15 +50,15 @@ def test_both_sides_log_the_same_digest_for_every_sample(start: Callable[..., Ru
 def test_stopped_producer_goes_on_at_its_next_start(
     start: Callable[..., Run], kind: signal.Signals
 ) -> None:
-    run = start(1500)
+    run = start(500)
     producer, consumer = run.start("producer"), run.start("consumer")
     run.wait_for_lines("producer/samples.jsonl", SAMPLES // 3)
     producer.send_signal(kind)
     code, output = run.ended(producer)
     assert code in (130, -kind), output
     again = run.start("producer")
-    assert run.ended(consumer)[0] == 0
-    assert run.ended(again)[0] == 0
+    run.succeeds(consumer)
+    run.succeeds(again)
     assert run.trained() == run.expected()
 
 
@@ -64,15 +66,15 @@ def test_stopped_producer_goes_on_at_its_next_start(
 def test_stopped_consumer_trains_the_rest_from_its_checkpoint(
     start: Callable[..., Run], kind: signal.Signals
 ) -> None:
-    run = start(1500)
+    run = start(500)
     producer, consumer = run.start("producer"), run.start("consumer")
     run.wait_for_lines("consumer/steps.jsonl", SAMPLES // 3)
     consumer.send_signal(kind)
     code, output = run.ended(consumer)
     assert code in (130, -kind), output
     again = run.start("consumer")
-    assert run.ended(again)[0] == 0
-    assert run.ended(producer)[0] == 0
+    run.succeeds(again)
+    run.succeeds(producer)
     assert run.trained() == run.expected()
 
 
@@ -94,8 +96,8 @@ def test_consumer_started_first_says_that_it_waits(start: Callable[..., Run]) ->
     run = start()
     consumer = run.start("consumer")
     run.wait_for(consumer, "waiting for the producer at tcp://127.0.0.1")
-    assert run.ended(run.start("producer"))[0] == 0
-    assert run.ended(consumer)[0] == 0
+    run.succeeds(run.start("producer"))
+    run.succeeds(consumer)
 
 
 def test_consumer_that_expects_other_layers_is_refused_with_both_values(
@@ -123,5 +125,6 @@ def test_example_trainer_trains_on_every_sample_and_its_loss_falls(
     lines = (run.directory / "consumer/steps.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert sorted(id for step in steps for id in step["ids"]) == sorted(run.expected())
-    assert steps[-1]["loss"] < steps[0]["loss"]
+    losses = [step["loss"] for step in steps]
+    assert sum(losses[-10:]) < sum(losses[:10])
     assert (run.directory / "out/probe.pt").exists()

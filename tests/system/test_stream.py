@@ -1,7 +1,5 @@
 """A spool, a server, a client and a buffer over real loopback sockets."""
 
-import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from draftfeed_proto.descriptor import Expectation
 from draftfeed_proto.ids import IdSet
 from harness import consuming, producing, relaying
 from samples import DESCRIPTOR, sample
+from waiting import eventually
 
 
 def train(stream: HiddenStateStream, limit: int | None = None) -> list[int]:
@@ -176,8 +175,8 @@ def test_consumer_started_first_waits_and_attaches(
         address = producer.address
         producer.generate(range(3))
     with consuming(address) as stream:
-        while not caplog.text.count("waiting for the producer"):
-            assert not stream.statistics().client.attached
+        eventually(lambda: "waiting for the producer" in caplog.text, "it says that it waits")
+        assert not stream.statistics().client.attached
         with producing(tmp_path / "spool", bind=address) as producer:
             producer.server.finish()
             assert sorted(train(stream)) == [0, 1, 2]
@@ -192,8 +191,8 @@ def test_second_consumer_is_refused_until_the_first_leaves(
         with consuming(producer.address) as first:
             assert first.descriptor == DESCRIPTOR
             with consuming(producer.address) as second:
-                while "is attached" not in caplog.text:
-                    assert not second.statistics().client.attached
+                eventually(lambda: "is attached" in caplog.text, "it says who is attached")
+                assert not second.statistics().client.attached
                 first.close()
                 assert sorted(train(second)) == [0, 1, 2]
 
@@ -246,10 +245,7 @@ def test_sample_rejected_while_the_link_is_down_is_not_sent_again(tmp_path: Path
             iterator = iter(stream)
             first = next(iterator)
             relay.cut()
-            deadline = time.monotonic() + 10
-            while stream.statistics().client.attached:
-                assert time.monotonic() < deadline
-                os.sched_yield()
+            eventually(lambda: not stream.statistics().client.attached, "the cut is noticed")
             stream.reject(first["id"], "seen while the link was down")
             relay.mend()
             producer.generate([3])
