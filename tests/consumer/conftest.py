@@ -1,11 +1,11 @@
 from pathlib import Path
 
 import pytest
+
 import tiny_target
+from draftfeed_deploy import smollm2
 from memory_stream import Item
 from smollm2_samples import make_samples
-
-from draftfeed_deploy import smollm2
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_stream import Item, descriptor, make_item, sample_id
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftfeed_proto.descriptor import dflash_layer_ids
+from memory_stream import Item, descriptor, make_item, sample_id
 
 LAYER_IDS = dflash_layer_ids(30)
 DESCRIPTOR = descriptor(LAYER_IDS, 30, 576, 49152)

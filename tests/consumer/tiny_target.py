@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
-from memory_stream import Item, descriptor, make_item, sample_id
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftfeed_consumer.trainers import TrainerRun
+from memory_stream import Item, descriptor, make_item, sample_id
 
 LAYER_IDS = (1, 2, 4)
 LAYERS, HIDDEN, VOCAB = 6, 32, 128

@@ -8,10 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import tiny_target
-from memory_stream import MemoryStream
-
 from draftfeed_consumer.trainers.specforge import train
 from draftfeed_proto.ids import SampleId
+from memory_stream import MemoryStream
 
 
 class Deadly(MemoryStream):

@@ -164,7 +164,7 @@ def build_drafter(config: DraftConfig, target: Path) -> Any:
 def _start_from_target(drafter: Any, config: DraftConfig, target: Path) -> None:
     """Blocks and norm from the target's last ones, `fc` close to the mean over the tapped layers.
 
-    A residual stream has a few channels a hundred times larger than the rest. A random `fc` mixes
+    A residual stream has a few channels far larger than the rest. A random `fc` mixes
     them into every output, so that all tokens look alike to a drafter which has just begun.
     """
     weights = TargetWeights(target)
