@@ -56,6 +56,6 @@ class CommitUnknown(RunFailed):
     def __init__(self) -> None:
         super().__init__(
             "training ended and its last checkpoint is on the disk, but the producer has not "
-            "confirmed it: its samples are not freed yet; with the producer running, start this "
-            "consumer again from that checkpoint"
+            "confirmed it; start both again from that checkpoint, unless the producer's log says "
+            "that all prompts are terminal"
         )
