@@ -7,10 +7,17 @@ durable before the next action is carried out.
 import heapq
 import itertools
 import logging
-import secrets
 from collections import deque
-from typing import NamedTuple
 
+from draftfeed_producer.session import (
+    Action,
+    Send,
+    SendChunk,
+    Session,
+    StoreCommit,
+    StoreTerm,
+    StoreTombstone,
+)
 from draftfeed_producer.spool import Spool
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
@@ -24,63 +31,6 @@ OFFERED_SAMPLES = 64
 """Offers a member may have open; it grants them as its buffer has room."""
 MAX_NACKS = 5
 """A sample refused this often as damaged is quarantined instead of being sent for ever."""
-
-
-class Send(NamedTuple):
-    sender: bytes
-    message: m.Message
-
-
-class SendChunk(NamedTuple):
-    sender: bytes
-    message: m.Chunk
-
-
-class StoreTerm(NamedTuple):
-    term: int
-    group: str
-    incarnation: str
-
-
-class StoreCommit(NamedTuple):
-    number: int
-    trained: IdSet
-
-
-class StoreTombstone(NamedTuple):
-    id: SampleId
-    state: str
-    reason: str
-
-
-Action = Send | SendChunk | StoreTerm | StoreCommit | StoreTombstone
-
-
-class Session:
-    """One connection of the member that holds the stream."""
-
-    def __init__(self, sender: bytes, fence: m.Fence, term: int) -> None:
-        self.sender = sender
-        self.group, self.member, self.incarnation = fence.group, fence.member, fence.incarnation
-        self.term = term
-        self.name = secrets.token_hex(8)
-        self.open = False
-        self.end_sent = False
-        self.asked_at: int | None = None
-        """Commit number at which a checkpoint was last asked for."""
-        self.offered: set[SampleId] = set()
-        self.granted: deque[SampleId] = deque()
-        self.sending: tuple[SampleId, int] | None = None
-        """(sample, index of its next chunk)"""
-        self.leased: set[SampleId] = set()
-        """Granted, sending or sent, until committed, rejected or given back."""
-        self.received: set[SampleId] = set()
-        """Sent whole, or claimed as held when it attached: what it can have trained."""
-        self.credit_bytes = 0
-        self.sent_bytes = 0
-
-    def owns(self, message: m.InSession) -> bool:
-        return (message.term, message.session) == (self.term, self.name)
 
 
 class Delivery:

@@ -16,16 +16,16 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from draftfeed_producer.delivery import (
+from draftfeed_producer.delivery import Delivery
+from draftfeed_producer.errors import BindError
+from draftfeed_producer.session import (
     Action,
-    Delivery,
     Send,
     SendChunk,
     StoreCommit,
     StoreTerm,
     StoreTombstone,
 )
-from draftfeed_producer.errors import BindError
 from draftfeed_producer.spool import Spool
 from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m

@@ -2,11 +2,9 @@
 
 import pytest
 
-from draftfeed_producer.delivery import (
-    MAX_NACKS,
-    OFFERED_SAMPLES,
+from draftfeed_producer.delivery import MAX_NACKS, OFFERED_SAMPLES, Delivery
+from draftfeed_producer.session import (
     Action,
-    Delivery,
     Send,
     SendChunk,
     StoreCommit,
