@@ -294,7 +294,7 @@ class Client:
         poller = self._poller(link)
         opened = False
         try:
-            while not self._closing.is_set():
+            while not (self._closing.is_set() or self._finished.is_set()):
                 if self._opening.is_set() and not opened:
                     opened = True
                     self._perform(link, reception.open())
@@ -307,7 +307,12 @@ class Client:
 
     def _step(self, link: Link, reception: Reception, poller: zmq.Poller) -> None:
         self._wait(poller)
+        self._receive(link, reception)
         link.check()
+        self._send_outbox(link, reception)
+        self._perform(link, reception.grant())
+
+    def _receive(self, link: Link, reception: Reception) -> None:
         while (got := link.receive()) is not None:
             message, frame, wire_bytes = got
             counts = self._counts
@@ -317,8 +322,6 @@ class Client:
             )
             self._check_refused(message)
             self._perform(link, reception.received(message, frame))
-        self._send_outbox(link, reception)
-        self._perform(link, reception.grant())
 
     def _check_refused(self, message: m.FromProducer) -> None:
         if isinstance(message, m.Refused) and message.code not in PASSING_REFUSALS:

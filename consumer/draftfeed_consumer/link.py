@@ -40,6 +40,7 @@ class Link:
             (zmq.LINGER, LINGER_MS),
         ):
             self._socket.setsockopt(option, value)
+        self._down = ""
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
         )
@@ -54,11 +55,12 @@ class Link:
             raise
 
     def send(self, message: m.Message) -> None:
-        """Raises LinkDown when the pipe is full: the peer has stopped reading."""
+        """Never raises: a link that takes no more is down, and `check` says so. What the
+        producer said before it went is still to be read then."""
         try:
             self._socket.send(m.encode(message), zmq.NOBLOCK)
-        except zmq.Again as error:
-            raise LinkDown("the producer takes no more messages") from error
+        except zmq.Again:
+            self._down = "the producer takes no more messages"
 
     def receive(self) -> tuple[m.FromProducer, memoryview | None, int] | None:
         """(message, chunk frame, bytes on the wire), or None when nothing is there.
@@ -80,11 +82,13 @@ class Link:
         poller.register(self._monitor, zmq.POLLIN)
 
     def check(self) -> None:
-        """Raises LinkDown when the connection is gone."""
+        """Raises LinkDown when the connection is gone. Messages may still be waiting."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                raise LinkDown("disconnected")
+                self._down = "disconnected"
+        if self._down:
+            raise LinkDown(self._down)
 
     def close(self) -> None:
         self._socket.disable_monitor()

@@ -20,7 +20,7 @@ from draftfeed_producer.errors import PromptError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import MAX_NAME_CHARS
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _TRIED_AT_START = 256
 _EXAMPLES = 10
@@ -207,7 +207,7 @@ class PromptFile:
             reason = f"none of its {self.lines} lines can be used" if self.lines else "is empty"
             raise PromptError(self._path, None, reason)
         if self._bad:
-            log.warning("%s: skipped %d of %d lines", self._path, len(self._bad), self.lines)
+            logger.warning("%s: skipped %d of %d lines", self._path, len(self._bad), self.lines)
         return digest.hexdigest()[:16]
 
     def _check(self, raw: bytes, ordinal: int, seen: dict[str, int]) -> None:

@@ -24,6 +24,8 @@ from draftfeed_proto.sample import LayerCounters, Sample
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.5
+POLL_SECONDS = 0.05
+FAREWELL_SECONDS = 10.0
 
 
 class ProducerStatistics(NamedTuple):
@@ -195,6 +197,15 @@ class ProducerService:
         self._check(server)
         if not self._stopped.is_set():
             self._phase = "done"
+            self._await_farewell(server)
+
+    def _await_farewell(self, server: Server) -> None:
+        """The member leaves when it has heard that all is terminal. Closing before that could
+        take the words back: ZeroMQ drops what lies unread when a peer disconnects."""
+        deadline = time.monotonic() + FAREWELL_SECONDS
+        while server.statistics().attached and time.monotonic() < deadline:
+            if self._stopped.wait(POLL_SECONDS):
+                return
 
     def _check(self, server: Server) -> None:
         if server.failure is not None:

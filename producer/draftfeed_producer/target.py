@@ -14,7 +14,7 @@ import msgspec
 from draftfeed_producer.errors import LayerIdError, MissingPackageError, ModelError
 from draftfeed_proto.descriptor import Descriptor, dflash_layer_ids
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")

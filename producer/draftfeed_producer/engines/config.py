@@ -48,7 +48,7 @@ class TransformersConfig(
     """Hugging Face transformers, on the CPU or one GPU."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """auto: bfloat16 on a GPU and on CPUs that compute in it, else float32 (5x faster there)."""
+    """auto: bfloat16 on a GPU and on CPUs that compute in it; elsewhere float32, faster there."""
     batch_size: int = 16
     """Sequences generated side by side."""
     device: str = "cpu"

@@ -27,7 +27,7 @@ from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import Target
 from draftfeed_proto.sample import Sample
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TransformersEngine:
 
     def _again(self, incomplete: list[Prompt]) -> Iterator[Sample]:
         for prompt in incomplete:
-            log.warning("sample %s has missing rows: making it again, alone", prompt.id)
+            logger.warning("sample %s has missing rows: making it again, alone", prompt.id)
             self.recaptured += 1
             (sample,) = self._generate([prompt])
             if isinstance(sample, CaptureError):
@@ -192,7 +192,7 @@ def resolve_dtype(name: str, device: str) -> torch.dtype:
 def _load_model(config: TransformersConfig, path: Path) -> Any:
     transformers_logging.disable_progress_bar()
     dtype = resolve_dtype(config.dtype, config.device)
-    log.info("loading %s, %s on %s", path, dtype, config.device)
+    logger.info("loading %s, %s on %s", path, dtype, config.device)
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         model = load(path, dtype=dtype, local_files_only=True).to(config.device)

@@ -34,7 +34,7 @@ def to_wire(x: Tensor) -> tuple[Tensor, Tensor]:
     # Bits, not values: a process that flushes denormals would call a lost denormal exact.
     changed = wire.float().view(torch.int32) != exact.view(torch.int32)
     inexact = changed & ~saturated & ~nonfinite
-    # Into int32 at once: torch sums booleans into int64 ten times slower.
+    # Into int32 at once: torch sums booleans into int64 much slower.
     counts = [kind.sum(-1, dtype=torch.int32) for kind in (saturated, nonfinite, inexact)]
     zero_row = (magnitude.amax(-1) == 0).to(torch.int32)
     return wire, torch.stack((*counts, zero_row), dim=-1)
