@@ -116,12 +116,12 @@ class Buffer:
         Raises what `fail` was given, and BufferTooSmall when the trainer waits for more while what
         it holds leaves no room for it.
         """
-        began = time.monotonic()
         with self._changed:
             while not self._may_draw():
                 self._check_progress()
+                since = time.monotonic()
                 self._changed.wait(0.2)
-            self._empty_seconds += time.monotonic() - began
+                self._empty_seconds += time.monotonic() - since  # seen while it lasts
             if self._failure is not None:
                 raise self._failure
             return self._draw() if self._ready else None

@@ -16,11 +16,15 @@ from draftfeed_consumer.stream import HiddenStateStream
 from draftfeed_consumer.trainers import TrainerRun
 
 SAVE_STEPS = 20
+WIDTH = 64
 
 
 def train(stream: HiddenStateStream, run: TrainerRun) -> None:
     served = stream.descriptor
-    probe = torch.nn.Linear(len(served.layer_ids) * served.hidden_size, served.vocab_size)
+    probe = torch.nn.Sequential(
+        torch.nn.Linear(len(served.layer_ids) * served.hidden_size, WIDTH),
+        torch.nn.Linear(WIDTH, served.vocab_size),
+    )
     optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-3)
     checkpoint = run.output_dir / "probe.pt"
     if checkpoint.exists():

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.5
 POLL_SECONDS = 0.05
-FAREWELL_SECONDS = 10.0
+FAREWELL_SECONDS = 60.0
+"""A member that has just attached may be loading its checkpoint."""
 
 
 class ProducerStatistics(NamedTuple):
@@ -180,12 +181,16 @@ class ProducerService:
     def _wait(self, done: Callable[[], bool], server: Server) -> None:
         """Until done, or stopped, or the server has failed; time beyond the first try is counted
         as a stall."""
-        began = time.monotonic()
+        since = time.monotonic()
         if done():
             return
-        while not self._stopped.is_set() and not done():
+        waiting = True
+        while waiting and not self._stopped.is_set():
+            waiting = not done()
             self._check(server)
-        self._spool_full_seconds += time.monotonic() - began
+            now = time.monotonic()
+            self._spool_full_seconds += now - since  # seen while it lasts
+            since = now
 
     def _deliver(self, server: Server) -> None:
         if self._stopped.is_set():
@@ -203,7 +208,7 @@ class ProducerService:
         """The member leaves when it has heard that all is terminal. Closing before that could
         take the words back: ZeroMQ drops what lies unread when a peer disconnects."""
         deadline = time.monotonic() + FAREWELL_SECONDS
-        while server.statistics().attached and time.monotonic() < deadline:
+        while server.statistics().member and time.monotonic() < deadline:
             if self._stopped.wait(POLL_SECONDS):
                 return
 

@@ -97,7 +97,9 @@ def load(config: TrainerConfig) -> tuple[Train, TrainerRun]:
     Raises TrainerError.
     """
     if (config.kind is None) == (config.function is None):
-        raise TrainerError('needs either kind = "specforge" or function = "module:function"')
+        raise TrainerError(
+            'needs kind = "specforge" or function = "module:function", one and not both'
+        )
     if config.target is not None and not (config.target / "config.json").is_file():
         raise TrainerError(f"target {config.target} is not a model directory: no config.json")
     if config.threads < 1:
