@@ -356,7 +356,7 @@ def test_a_resumed_run_continues_as_if_it_had_not_stopped(
     assert [metrics["loss"] for metrics in rest.metrics] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_many_passes_over_32_samples_teach_them_by_heart(
     smollm2_dir: Path,
     smollm2_items: list[Item],

@@ -14,7 +14,7 @@ import pytest
 
 from draftfeed_deploy import smollm2
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 COMMAND = [str(Path(sys.executable).with_name("draftfeed")), "demo", "--max-new-tokens", "6"]
 
 
