@@ -21,8 +21,10 @@ WIDTH = 64
 
 def train(stream: HiddenStateStream, run: TrainerRun) -> None:
     served = stream.descriptor
+    size = len(served.layer_ids) * served.hidden_size
     probe = torch.nn.Sequential(
-        torch.nn.Linear(len(served.layer_ids) * served.hidden_size, WIDTH),
+        torch.nn.RMSNorm(size),  # a residual stream has a few channels that dwarf the others
+        torch.nn.Linear(size, WIDTH),
         torch.nn.Linear(WIDTH, served.vocab_size),
     )
     optimizer = torch.optim.AdamW(probe.parameters(), lr=1e-3)
