@@ -48,7 +48,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     loss_mask: np.ndarray
     """uint8[n+1], 1 on the response."""
     hidden_states: np.ndarray
-    """float16[n, L, H]; uint16 bit patterns when the wire dtype is bf16."""
+    """float16[n, L, H]; uint16 bit patterns when the wire dtype is bf16.
+
+    Long samples are gigabytes, so it is only ever read a few rows at a time: whatever has `shape`,
+    `dtype`, `nbytes`, a length and slices of rows that are arrays will do for an engine's sample.
+    """
     counters: tuple[LayerCounters, ...]
     """L of them."""
     finish_reason: str
@@ -58,7 +62,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """xxh3-128 over ids, mask and states: equal digests mean equal tensors."""
         state = xxhash.xxh3_128(np.ascontiguousarray(self.input_ids, "<i4").data)
         state.update(np.ascontiguousarray(self.loss_mask).data)
-        state.update(np.ascontiguousarray(self.hidden_states).view(np.uint16).data)
+        for _, rows in row_blocks(self.hidden_states, DEFAULT_CHUNK_BYTES):
+            state.update(np.ascontiguousarray(rows).view(np.uint16).data)
         return state.hexdigest()
 
 
@@ -120,15 +125,21 @@ def decoded_bytes(rows: int, layers: int, hidden: int) -> int:
     return 2 * rows * layers * hidden + 5 * (rows + 1)
 
 
+def row_blocks(states: np.ndarray, block_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) in order, of at most so many bytes but at least one row each."""
+    n, layers, hidden = states.shape
+    step = max(1, block_bytes // (2 * layers * hidden))
+    for first in range(0, n, step):
+        yield first, states[first : first + step]
+
+
 def encode_chunks(
     sample: Sample, codec: Codec, chunk_bytes: int = DEFAULT_CHUNK_BYTES
 ) -> Iterator[bytes]:
     """The sample's frames in order, one at a time: tokens first, then states by rows."""
     yield chunk.encode_tokens(sample.input_ids, sample.loss_mask)
-    n, layers, hidden = sample.hidden_states.shape
-    step = max(1, min(chunk_bytes, MAX_CHUNK_BYTES) // (2 * layers * hidden))
-    for first in range(0, n, step):
-        yield chunk.encode_states(sample.hidden_states[first : first + step], first, codec)
+    for first, rows in row_blocks(sample.hidden_states, min(chunk_bytes, MAX_CHUNK_BYTES)):
+        yield chunk.encode_states(rows, first, codec)
 
 
 def header_of(sample: Sample, *, chunks: int, encoded_bytes: int, audit: bool) -> SampleHeader:

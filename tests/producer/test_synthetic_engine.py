@@ -1,16 +1,24 @@
 import itertools
 import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
 from draftfeed_producer.engines import SyntheticConfig, make_engine
-from draftfeed_producer.engines.synthetic import synthetic_prompts, synthetic_sample
+from draftfeed_producer.engines.synthetic import (
+    SyntheticStates,
+    synthetic_ids,
+    synthetic_prompts,
+    synthetic_sample,
+)
 from draftfeed_producer.errors import LayerIdError
 from draftfeed_producer.tap.reference import to_wire
-from draftfeed_proto.ids import SampleId
+from draftfeed_proto import codecs
+from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.sample import Assembler, Sample, encode_chunks, header_of
 
 SMALL = SyntheticConfig(
     samples=20, prompt_tokens=20, response_tokens=30, num_layers=8, hidden_size=256
@@ -106,6 +114,88 @@ def test_prompts_are_pulled_one_by_one_as_there_is_room():
     next(run)
     next(run)
     assert next(pulled) == 2
+
+
+LONG = SyntheticConfig(
+    samples=1, prompt_tokens=4000, response_tokens=4000, max_tokens=2000, num_layers=64
+)
+
+
+def long_sample() -> Sample:
+    return synthetic_sample(next(synthetic_prompts(LONG)).id, LONG)
+
+
+def test_a_long_sample_is_made_a_few_rows_at_a_time():
+    """Symptom 24: a sample of 32K tokens takes 1.6 GB."""
+    states = long_sample().hidden_states
+    assert isinstance(states, SyntheticStates)
+    whole = states[:]
+    assert states.nbytes == whole.nbytes > 90e6
+    assert (states.shape, states.dtype, len(states)) == (whole.shape, whole.dtype, len(whole))
+    for first, stop in ((0, 1), (81, 162), (7, 7), (len(whole) - 3, len(whole) + 5)):
+        assert np.array_equal(states[first:stop], whole[first:stop])
+
+
+def test_encoding_and_digest_of_a_long_sample_never_hold_it():
+    sample = long_sample()
+    synthetic_sample(SampleId("0" * 16, 0, 0, 0), SMALL)  # fills the tables
+    tracemalloc.start()
+    try:
+        sizes = [len(frame) for frame in encode_chunks(sample, codecs.by_name("zstd"))]
+        header_of(sample, chunks=len(sizes), encoded_bytes=sum(sizes), audit=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40e6, f"{peak:,} bytes for a sample of {sample.hidden_states.nbytes:,}"
+
+
+def test_a_long_sample_arrives_as_it_was_made():
+    sample = long_sample()
+    frames = list(encode_chunks(sample, codecs.by_name("raw")))
+    size = sum(map(len, frames))
+    assembler = Assembler(header_of(sample, chunks=len(frames), encoded_bytes=size, audit=True))
+    for frame in frames:
+        assembler.add(frame)
+    assert assembler.sample().digest() == sample.digest() == long_sample().digest()
+
+
+def test_held_and_lazy_states_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    id = SampleId("0" * 16, 0, 0, 7)
+    held = synthetic_sample(id, SMALL)
+    monkeypatch.setattr("draftfeed_producer.engines.synthetic._HELD_BYTES", 0)
+    lazy = synthetic_sample(id, SMALL)
+    assert isinstance(held.hidden_states, np.ndarray)
+    assert isinstance(lazy.hidden_states, SyntheticStates)
+    assert held.digest() == lazy.digest()
+
+
+def test_prompts_are_cut_into_shards():
+    config = SyntheticConfig(samples=10, shard_size=4)
+    prompts = list(synthetic_prompts(config))
+    assert [prompt.id.shard for prompt in prompts] == [0] * 4 + [1] * 4 + [2] * 2
+    assert [prompt.id.ordinal for prompt in prompts] == list(range(10))
+    assert config.shards.ranges == (0, 3)
+    assert IdSet(prompt.id for prompt in prompts) == synthetic_ids(config)
+    assert synthetic_ids(config).within(config.shards) == synthetic_ids(config)
+
+
+def test_producers_of_any_speed_share_a_data_set_and_other_samples_are_another():
+    other = SyntheticConfig(**{**SMALL_FIELDS, "samples": 21})
+    assert SyntheticConfig(**{**SMALL_FIELDS, "tokens_per_second": 5.0}).dataset == SMALL.dataset
+    assert other.dataset != SMALL.dataset
+
+
+def test_no_sample_has_more_rows_than_announced():
+    config = SyntheticConfig(samples=50, prompt_tokens=90, response_tokens=90, max_tokens=100)
+    rows = [len(synthetic_sample(p.id, config).hidden_states) for p in synthetic_prompts(config)]
+    assert max(rows) == make_engine(config).max_rows(0)
+
+
+def test_an_engine_runs_again_after_its_end():
+    engine = make_engine(SMALL)
+    first, second = (list(engine.run(synthetic_prompts(SMALL))) for _ in range(2))
+    assert all(same(a, b) for a, b in zip(first, second, strict=True))
+    assert len(first) == 20
 
 
 def test_bad_layer_ids_are_refused():

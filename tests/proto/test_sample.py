@@ -1,3 +1,4 @@
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -220,3 +221,19 @@ def test_the_digest_does_not_depend_on_memory_layout() -> None:
     original = sample(5)
     states = np.asfortranarray(original.hidden_states)
     assert msgspec.structs.replace(original, hidden_states=states).digest() == original.digest()
+
+
+def test_digest_and_encoding_copy_no_sample() -> None:
+    """Symptom 24: a copy of a sample of 32K tokens is 1.6 GB more."""
+    original = sample(5, rows=8)
+    states = np.zeros((400_000, LAYERS, HIDDEN), np.float16)
+    big = msgspec.structs.replace(original, hidden_states=states)
+    tracemalloc.start()
+    try:
+        big.digest()
+        for _ in encode_chunks(big, codecs.by_name("raw")):
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20e6 < states.nbytes / 5, f"{peak:,} bytes"

@@ -39,11 +39,16 @@ class Engine(Protocol):
         """Samples made again because a row was missing."""
         ...
 
+    def max_rows(self, prompt_tokens: int) -> int:
+        """Rows of the longest sample that a prompt of up to so many tokens can become."""
+        ...
+
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
         """Pulls a prompt whenever there is room for one, yields samples as they are finished.
 
         `prompts` may block: that is back-pressure. Every prompt pulled is yielded exactly once,
         in any order; after `stop()` the unfinished ones are dropped. Raises CaptureError.
+        May be called again when it has ended.
         """
         ...
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from statistics import NormalDist
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import check_layer_ids
 from draftfeed_proto.descriptor import Descriptor, dflash_layer_ids
-from draftfeed_proto.ids import SampleId
+from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import LayerCounters, Sample
 
 _LEVELS = 1 << 16
@@ -29,6 +30,21 @@ _MASSIVE = 24960.0
 _SPREAD = 0.6
 """Sigma of the lognormal lengths."""
 _BURST_SECONDS = 0.25
+_HELD_BYTES = 64 << 20
+"""States up to this size are made once and held; larger ones are made a few rows at a time,
+whenever they are looked at."""
+_CACHED_WORDS = 1 << 15
+"""Random words drawn at a time: they stay in the processor's cache until they are looked up."""
+
+
+_POSITIVE = (
+    "samples",
+    "shard_size",
+    "prompt_tokens",
+    "response_tokens",
+    "hidden_size",
+    "vocab_size",
+)
 
 
 class SyntheticConfig(
@@ -42,7 +58,9 @@ class SyntheticConfig(
     """The stream of a target that does not exist."""
 
     samples: int = 1000
-    """How many prompts `synthetic_prompts` makes."""
+    """How many prompts there are: the lines of a file that does not exist."""
+    shard_size: int = 4096
+    """Prompts per shard; a shard is owned by one producer."""
     tokens_per_second: float = 0.0
     """Rows made per second, at most; 0 = as fast as one core can."""
     prompt_tokens: int = 328
@@ -60,13 +78,24 @@ class SyntheticConfig(
     """Another seed is another target: it is part of the revision."""
 
     def __post_init__(self) -> None:
-        for field in ("samples", "prompt_tokens", "response_tokens", "hidden_size", "vocab_size"):
+        for field in _POSITIVE:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}, it must be at least 1")
         if self.max_tokens < 2:
             raise ValueError(f"max_tokens is {self.max_tokens}, it must be at least 2")
         if self.tokens_per_second < 0:
             raise ValueError(f"tokens_per_second is {self.tokens_per_second}, it must be >= 0")
+
+    @property
+    def dataset(self) -> str:
+        """Hash of the prompts. How fast they are answered is no part of it."""
+        content = msgspec.structs.replace(self, tokens_per_second=0.0)
+        return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
+
+    @property
+    def shards(self) -> Shards:
+        """All there are."""
+        return Shards(self.dataset, 0, (0, -(-self.samples // self.shard_size)))
 
     def descriptor(self) -> Descriptor:
         """Raises LayerIdError, or ValueError when the DFlash formula fails."""
@@ -95,6 +124,10 @@ class SyntheticEngine:
         self._stopped = threading.Event()
         self.captured = 0
         self.recaptured = 0
+
+    def max_rows(self, prompt_tokens: int) -> int:
+        """See `Engine.max_rows`."""
+        return self._config.max_tokens - 1
 
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
         """See `Engine.run`."""
@@ -132,20 +165,32 @@ class _Pace:
         return max(0.0, self._due - now)
 
 
-def synthetic_prompts(config: SyntheticConfig, shard_size: int = 4096) -> Iterator[Prompt]:
-    """`config.samples` prompts of a data set that follows from the configuration."""
-    content = msgspec.structs.replace(config, tokens_per_second=0.0)
-    dataset = hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
-    for ordinal in range(config.samples):
-        id = SampleId(dataset, 0, ordinal // shard_size, ordinal)
-        yield Prompt(id, str(ordinal), np.zeros(1, np.int32))
+def synthetic_ids(config: SyntheticConfig) -> IdSet:
+    """Ids of all prompts of a data set that follows from the configuration."""
+    dataset, size = config.dataset, config.shard_size
+    return IdSet.from_wire(
+        [
+            (dataset, 0, first // size, [first, min(first + size, config.samples)])
+            for first in range(0, config.samples, size)
+        ]
+    )
+
+
+def synthetic_prompt(id: SampleId) -> Prompt:
+    return Prompt(id, str(id.ordinal), np.zeros(1, np.int32))
+
+
+def synthetic_prompts(config: SyntheticConfig) -> Iterator[Prompt]:
+    """All of them, in order."""
+    return map(synthetic_prompt, synthetic_ids(config))
 
 
 def synthetic_sample(id: SampleId, config: SyntheticConfig, key: str | None = None) -> Sample:
     """The sample that `id` names: equal on every machine with the same numpy.
 
     States have a real stream's statistics: bf16-sourced, heavy tails, a rare massive value.
-    They are independent of each other, so a codec that looks for repetition finds none.
+    They are independent of each other, so a codec that looks for repetition finds none. Those of
+    a long sample are `SyntheticStates`, which hold nothing.
     """
     rng = _generator(id, config.seed)
     prompt = _length(rng, config.prompt_tokens, config.max_tokens - 1)
@@ -154,37 +199,70 @@ def synthetic_sample(id: SampleId, config: SyntheticConfig, key: str | None = No
     layers = len(config.descriptor().layer_ids)
     loss_mask = np.zeros(n + 1, np.uint8)
     loss_mask[prompt:] = 1
+    input_ids = rng.integers(0, config.vocab_size, n + 1, np.int32)
+    states = SyntheticStates(rng.bit_generator, (n, layers, config.hidden_size))
+    held = states[:] if states.nbytes <= _HELD_BYTES else cast(np.ndarray, states)
     return Sample(
         id=id,
         key=str(id.ordinal) if key is None else key,
-        input_ids=rng.integers(0, config.vocab_size, n + 1, np.int32),
+        input_ids=input_ids,
         loss_mask=loss_mask,
-        hidden_states=_states(rng, n, layers, config.hidden_size),
+        hidden_states=held,
         counters=(LayerCounters(0, 0, 0, 0),) * layers,
         finish_reason="length" if prompt + response == config.max_tokens else "stop",
         sampling={"seed": config.seed},
     )
 
 
+class SyntheticStates:
+    """float16[n, layers, hidden] by looking 16 random bits up in the inverse distribution.
+
+    As an array is to who reads it by rows; the rows are made when they are asked for, so that a
+    sample of any length takes no memory. For one thread at a time.
+    """
+
+    dtype = np.dtype(np.float16)
+
+    def __init__(self, words: np.random.BitGenerator, shape: tuple[int, int, int]) -> None:
+        """words: a PCG64, which can jump to where a row's random words begin."""
+        assert isinstance(words, np.random.PCG64)
+        self.shape = shape
+        self.nbytes = 2 * math.prod(shape)
+        self._words, self._start = words, words.state
+        self._row_words = -(-shape[1] * shape[2] // 4)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """float16[rows, layers, hidden], made anew."""
+        first, stop, step = rows.indices(len(self))
+        assert step == 1, "rows are read in stretches"
+        states = np.empty((max(0, stop - first), *self.shape[1:]), self.dtype)
+        self._words.state = self._start
+        self._words.advance(first * self._row_words)
+        block = max(1, _CACHED_WORDS // self._row_words)
+        for at in range(0, len(states), block):
+            self._fill(states[at : at + block])
+        return states
+
+    def _fill(self, states: np.ndarray) -> None:
+        """The next rows, in place."""
+        rows, layers, hidden = states.shape
+        words = self._words.random_raw(rows * self._row_words).view(np.uint16)
+        bits = words.reshape(rows, -1)[:, : layers * hidden].reshape(states.shape)
+        for layer in range(layers):
+            states[:, layer] = _quantiles(layer).take(bits[:, layer])
+
+
 def _generator(id: SampleId, seed: int) -> np.random.Generator:
     digest = hashlib.blake2b(f"{seed}:{id}".encode(), digest_size=16).digest()
-    return np.random.Generator(np.random.SFC64(int.from_bytes(digest, "little")))
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
 
 
 def _length(rng: np.random.Generator, mean: int, longest: int) -> int:
     location = math.log(mean) - _SPREAD**2 / 2
     return min(max(1, round(rng.lognormal(location, _SPREAD))), longest)
-
-
-def _states(rng: np.random.Generator, n: int, layers: int, hidden: int) -> np.ndarray:
-    """float16[n, layers, hidden], by looking 16 random bits up in the inverse distribution."""
-    count = n * layers * hidden
-    words = rng.integers(0, 1 << 64, -(-count // 4), np.uint64)
-    at = words.view(np.uint16)[:count].reshape(n, layers, hidden)
-    states = np.empty((n, layers, hidden), np.float16)
-    for layer in range(layers):
-        states[:, layer] = _quantiles(layer)[at[:, layer]]
-    return states
 
 
 @cache

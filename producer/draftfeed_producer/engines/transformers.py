@@ -60,6 +60,10 @@ class TransformersEngine:
         self._model.generation_config = _generation_config(config, target, self._end_tokens)
         self._stopped = threading.Event()
 
+    def max_rows(self, prompt_tokens: int) -> int:
+        """See `Engine.max_rows`. The last token is sampled and never fed."""
+        return prompt_tokens + self._config.sampling.max_new_tokens - 1
+
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
         """See `Engine.run`. Raises CaptureError."""
         if self._config.threads:
