@@ -1,36 +1,59 @@
 """Who gets which sample: the producer's half of the protocol, without any I/O.
 
 Events go in as method calls, actions come out in order. An action that stores something must be
-durable before the next action is carried out.
+durable before the next action is carried out. Times are monotonic seconds.
 """
 
-import heapq
-import itertools
 import logging
-from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
+from draftfeed_producer import answers
+from draftfeed_producer.authority import Authority, HeaderOf
+from draftfeed_producer.distribution import Distribution
+from draftfeed_producer.fencing import Fencing
 from draftfeed_producer.session import (
     Action,
+    Member,
+    Regenerate,
     Send,
-    SendChunk,
     Session,
-    StoreCommit,
+    StoreSuspects,
     StoreTerm,
     StoreTombstone,
+    Verify,
+    Void,
+    random_name,
 )
-from draftfeed_producer.spool import Spool
+from draftfeed_producer.spool.control import Term
+from draftfeed_producer.stock import Stock
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import DescriptorMismatch, IncompatibleVersion
-from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
 
 logger = logging.getLogger(__name__)
 
-OFFERED_SAMPLES = 64
-"""Offers a member may have open; it grants them as its buffer has room."""
 MAX_NACKS = 5
 """A sample refused this often as damaged is quarantined instead of being sent for ever."""
+TERMINAL_STATES = ("rejected", "quarantined", "tail")
+
+
+class Stored(NamedTuple):
+    """What a spool says, after a start or a restart."""
+
+    committed: IdSet
+    commit_term: int
+    commit_number: int
+    term: Term | None
+    suspects: dict[SampleId, int]
+    tombstones: dict[SampleId, str]
+    """State of each."""
+    regenerated: IdSet
+    samples: list[SampleHeader]
+    """Neither committed nor terminal, oldest first."""
+    header_of: HeaderOf
 
 
 class Delivery:
@@ -39,365 +62,332 @@ class Delivery:
     def __init__(
         self,
         descriptor: Descriptor,
+        shards: Shards,
+        prompts: IdSet,
+        stored: Stored,
         *,
-        committed: IdSet,
-        commit_number: int,
-        term: int,
-        stored: list[SampleHeader],
+        max_sample_bytes: int = 0,
+        session_timeout_seconds: float = 10.0,
+        quarantine_after_terms: int = 3,
+        now: float = 0.0,
+        make_name: Callable[[], str] = random_name,
     ) -> None:
-        """stored: headers of the spool's samples that are neither committed nor rejected."""
-        self._descriptor = descriptor
-        self.committed = committed.copy()
-        self._commit_number = commit_number
-        self._term = term
-        self.session: Session | None = None
-        self._samples: dict[SampleId, SampleHeader] = {}
-        self._counter = itertools.count()
-        self._sequence: dict[SampleId, int] = {}
-        self._queue: list[tuple[int, SampleId]] = []
-        self._nacks: dict[SampleId, int] = {}
-        self.generation_done = False
-        for header in stored:
-            self._enqueue_new(header)
-
-    @classmethod
-    def of(cls, spool: Spool, descriptor: Descriptor) -> "Delivery":
-        """The state that a spool's contents mean, after a start or a restart."""
-        return cls(
-            descriptor,
-            committed=spool.committed,
-            commit_number=spool.commit_number,
-            term=spool.term.term if spool.term else 0,
-            stored=[record.header for record in spool.deliverable()],
+        """prompts: those of the shards; max_sample_bytes: decoded, 0 = not known."""
+        self.descriptor, self.shards, self.prompts = descriptor, shards, prompts
+        self.authority = Authority(
+            stored.committed, (stored.commit_term, stored.commit_number), stored.header_of
         )
+        self.fencing = Fencing(stored.term, session_timeout_seconds, now)
+        self.stock = Stock()
+        self._out = Distribution(self.stock, self.fencing)
+        self.tombstones = dict(stored.tombstones)
+        self.regenerated = stored.regenerated.copy()
+        self.skipped = IdSet()
+        self.ledger_known = False
+        """A leader has said what is trained."""
+        self._max_sample_bytes = max_sample_bytes
+        self._suspects = dict(stored.suspects)
+        self._quarantine_after_terms = quarantine_after_terms
+        self._make_name = make_name
+        self._nacks: dict[SampleId, int] = {}
+        for header in stored.samples:
+            self.stock.add(header)
 
     @property
-    def term(self) -> int:
-        return self._term
-
-    @property
-    def leased(self) -> int:
-        session = self.session  # another thread asks; the session may end meanwhile
-        return len(session.leased) if session else 0
+    def committed(self) -> IdSet:
+        return self.authority.committed
 
     @property
     def all_terminal(self) -> bool:
-        """Generation is over and every sample is committed or otherwise terminal."""
-        return self.generation_done and not self._samples
+        return self._out.all_terminal
 
     @property
     def starved_of_credit(self) -> bool:
-        """Samples are there, a member is attached, and it has no room for them."""
-        session = self.session
-        return session is not None and session.open and bool(session.offered or session.granted)
+        return self._out.starved_of_credit
 
     # events of the producer
 
     def stored(self, header: SampleHeader) -> list[Action]:
-        """A sample that a member's checkpoint already had when it attached is not offered: the
-        engine was at work on it when the member came."""
+        """A sample that the group's checkpoint already had when it attached is not offered: the
+        engine was at work on it when the group came."""
+        self._out.regenerating.discard(header.id)
         if header.id in self.committed:
-            return []
-        self._enqueue_new(header)
-        return self._offers()
+            return self._out.endings()
+        self.stock.add(header)
+        return self._out.offers()
 
     def finish(self) -> list[Action]:
-        """No further samples will be stored."""
-        self.generation_done = True
-        return self._endings()
+        """No further samples will be stored, but those to be generated again."""
+        self._out.generation_done = True
+        return self._out.endings()
+
+    def skip(self, ids: IdSet) -> list[Action]:
+        """Lines of the prompt file that turned out to be no prompts."""
+        self.prompts = self.prompts - ids
+        self.skipped.update(ids)
+        self._out.regenerating -= {id for id in self._out.regenerating if id in ids}
+        return self._out.endings()
+
+    def verified(self, id: SampleId, whole: bool) -> list[Action]:
+        """The answer to `Verify`. A sample that is damaged where it lies is generated again."""
+        if id not in self.stock:
+            return []
+        if whole:
+            self.stock.give_back([id])
+            return self._out.offers()
+        self._out.forget({id})
+        self._nacks.pop(id, None)
+        self._out.regenerating.add(id)
+        self.regenerated.add(id)
+        reason = "the record is damaged on disk"
+        return [Void(id, reason), Regenerate([id]), *self._out.offers()]
+
+    def ping(self, sender: bytes) -> list[Action]:
+        """A ROUTER learns that a peer is gone when it sends to it."""
+        member = self.fencing.attached.get(sender)
+        return [self._out.send(member.session, m.Ping)] if member and member.session else []
 
     def close(self, reason: str) -> list[Action]:
-        session = self.session
-        if session is None:
-            return []
-        return [
-            Send(session.sender, m.Closing(term=self._term, session=session.name, reason=reason))
-        ]
+        sessions = [member.session for member in self.fencing.attached.values()]
+        return [self._out.send(s, m.Closing, reason=reason) for s in sessions if s is not None]
 
-    def short_of_space(self, worth_bytes: float) -> list[Action]:
+    def short_of_space(self, worth_bytes: float, *, paused: bool) -> list[Action]:
         """The spool fills up: ask for a checkpoint, once for each commit, and only when one would
-        cover so many encoded bytes: a spool at its quota must not mean one after every step."""
-        session = self.session
-        if session is None or not session.open or session.asked_at == self._commit_number:
+        cover so many encoded bytes: a spool at its quota must not mean one after every step.
+        When generation is paused there is nothing to wait for."""
+        covered_bytes = sum(self.stock[id].encoded_bytes for id in self.fencing.received)
+        if covered_bytes < worth_bytes and not paused:
             return []
-        if sum(self._samples[id].encoded_bytes for id in session.received) < worth_bytes:
-            return []
-        session.asked_at = self._commit_number
-        wanted = m.CheckpointWanted(term=self._term, session=session.name)
-        return [Send(session.sender, wanted)]
+        fresh = [s for s in self.fencing.live if s.asked_at != self.authority.key]
+        for session in fresh:
+            session.asked_at = self.authority.key
+        return [self._out.send(session, m.CheckpointWanted) for session in fresh]
 
     # events of the wire
 
-    def received(self, sender: bytes, message: m.FromMember) -> list[Action]:
-        """Messages of a session that is over, or never was, are ignored."""
-        if isinstance(message, m.Fence):
-            return self._fence(sender, message)
-        session = self.session
-        if session is None or sender != session.sender or not session.owns(message):
-            return self._stale(sender, message)
-        return self._in_session(session, message)
+    def received(self, sender: bytes, message: m.FromMember, now: float) -> list[Action]:
+        """Raises MalformedMessage. Messages of a session that is over, or never was, change
+        nothing."""
+        match message:
+            case m.Fence():
+                return self._fence(sender, message, now)
+            case m.Inquire():
+                return [Send(sender, answers.account(self))]
+        owned = self.fencing.owned(sender, message)
+        if owned is None:
+            return answers.stale(sender, message, self.fencing.number)
+        return self._in_session(*owned, message, now)
 
-    def _stale(self, sender: bytes, message: m.InSession) -> list[Action]:
-        """Whoever still speaks in a session that is over must hear that it is."""
-        logger.info("%s of a session that is over", type(message).__name__)
-        if isinstance(message, m.Bye):
+    def disconnected(self, sender: bytes, now: float) -> list[Action]:
+        """The member may attach again and claim what it still has."""
+        member = self.fencing.attached.get(sender)
+        if member is None:
             return []
-        return [
-            Send(sender, m.Refused(code="session", reason="this session is over; attach again"))
-        ]
+        logger.warning("member %s is gone", member.name)
+        self._out.end_session(member, now)
+        return self._out.offers()
 
-    def disconnected(self, sender: bytes) -> None:
-        """The member's leases go back; it may attach again and claim those it still holds."""
-        session = self.session
-        if session is not None and sender == session.sender:
-            logger.warning("member %s of group %s is gone", session.member, session.group)
-            self._end_session(session)
-
-    def next_chunk(self) -> list[Action]:
-        """The next chunk to send, if credit allows one."""
-        session = self.session
-        if session is None or not session.open:
-            return []
-        while session.sending is None and session.granted:
-            if begin := self._begin(session, session.granted.popleft()):
-                return begin
-        if session.sending is None or session.sent_bytes >= session.credit_bytes:
-            return []
-        return self._send_chunk(session, *session.sending)
+    def next_chunk(self, sender: bytes) -> list[Action]:
+        return self._out.next_chunk(sender)
 
     def sent(self, sender: bytes, frame_bytes: int) -> None:
-        if self.session is not None and self.session.sender == sender:
-            self.session.sent_bytes += frame_bytes
+        self._out.sent(sender, frame_bytes)
 
     # handshake
 
-    def _fence(self, sender: bytes, fence: m.Fence) -> list[Action]:
+    def _fence(self, sender: bytes, fence: m.Fence, now: float) -> list[Action]:
         try:
             m.check_version(fence.version)
-            fence.expect.check(self._descriptor)
+            fence.expect.check(self.descriptor)
         except IncompatibleVersion as error:
             return [Send(sender, m.Refused(code="version", reason=str(error)))]
         except DescriptorMismatch as error:
             return [Send(sender, m.Refused(code="mismatch", reason=str(error)))]
-        holder = self.session
-        if holder is not None and holder.incarnation != fence.incarnation:
-            reason = f"member {holder.member!r} of group {holder.group!r} is attached"
-            return [Send(sender, m.Refused(code="held", reason=reason))]
-        return self._grant(sender, fence)
+        refusal = self.fencing.refusal(fence, now)
+        if refusal is not None:
+            return [Send(sender, refusal)]
+        begun = self._begin(fence, now) if fence.term > self.fencing.number else []
+        return [*begun, *self._attach(sender, fence, now)]
 
-    def _grant(self, sender: bytes, fence: m.Fence) -> list[Action]:
-        if self.session is not None:
-            self._end_session(self.session)
-        self._term += 1
-        self.session = session = Session(sender, fence, self._term)
-        granted = m.Granted(
-            term=self._term,
-            session=session.name,
-            descriptor=self._descriptor,
-            stream_id=self._descriptor.stream_id(),
-            committed=self.committed.to_wire(),
-            commit_number=self._commit_number,
-        )
-        return [StoreTerm(self._term, fence.group, fence.incarnation), Send(sender, granted)]
+    def _begin(self, fence: m.Fence, now: float) -> list[Action]:
+        """A new term: nothing of the one before counts any more, and its members must hear it."""
+        before, suspects = self.fencing.term, self.fencing.suspects(self._suspects)
+        over, leased = list(self.fencing.attached), self.fencing.leased
+        for member in list(self.fencing.attached.values()):
+            self._out.end_session(member, now)
+        term = Term(fence.term, fence.group, fence.incarnation, fence.members)
+        self.fencing.begin(term, now)
+        self.stock.give_back(sorted(leased))
+        code = "session" if before and before.incarnation == term.incarnation else "fenced"
+        reason = f"term {term.term} was granted to another process of group {term.group!r}"
+        refused = m.Refused(code=code, reason=reason, term=term.term)
+        stored = StoreTerm(term.term, term.group, term.incarnation, term.members)
+        return [stored, *self._suspect(suspects), *(Send(sender, refused) for sender in over)]
 
-    def _open(self, session: Session, message: m.Open) -> list[Action]:
-        trained = IdSet.from_wire(message.trained)
-        forgotten = self.committed - trained
-        if forgotten:
-            self._end_session(session)
-            return [Send(session.sender, _rollback_refusal(self._commit_number, forgotten))]
-        actions = self._adopt(trained)
-        held = {id for id in message.held if id in self._samples}
-        session.leased |= held
-        session.received |= held
-        self._queue = [(order, id) for order, id in self._queue if id not in held]
-        heapq.heapify(self._queue)
-        session.open = True
-        opened = Send(session.sender, m.Opened(term=self._term, session=session.name))
-        return [*actions, opened, *self._offers(), *self._endings()]
-
-    def _adopt(self, trained: IdSet) -> list[Action]:
-        """Samples that only the member's checkpoint knows as trained become committed."""
-        if trained == self.committed:
+    def _suspect(self, counts: dict[SampleId, int]) -> list[Action]:
+        """A sample that is at work whenever a trainer dies is probably what kills it."""
+        if counts == self._suspects:
             return []
-        return self._commit_set(self._commit_number + 1, trained)
+        self._suspects = counts
+        ended: list[Action] = [StoreSuspects(dict(counts))]
+        for id in [id for id, n in counts.items() if n >= self._quarantine_after_terms]:
+            reason = f"the trainer died {counts[id]} times in a row while it was at work on it"
+            ended += self._tombstone(id, "quarantined", reason)
+        return ended
+
+    def _attach(self, sender: bytes, fence: m.Fence, now: float) -> list[Action]:
+        for known in (self.fencing.members.get(fence.member), self.fencing.attached.get(sender)):
+            if known is not None and known.session is not None:
+                self._out.end_session(known, now)
+        session = Session(sender, self._make_name())
+        self.fencing.attach(fence, session)
+        logger.info("member %s of group %s, term %d", fence.member, fence.group, fence.term)
+        granted = self._out.send(
+            session,
+            m.Granted,
+            descriptor=self.descriptor,
+            stream_id=self.descriptor.stream_id(),
+            shards=self.shards,
+            max_sample_bytes=self._max_sample_bytes,
+            committed=self.committed.to_wire(),
+            commit_term=self.authority.key[0],
+            commit_number=self.authority.key[1],
+        )
+        return [granted]
+
+    def _open(self, member: Member, session: Session, message: m.Open, now: float) -> list[Action]:
+        trained = IdSet.from_wire(message.trained).within(self.shards)
+        actions: list[Action] = []
+        if member.leader:
+            refusal = self.authority.refusal(message, trained)
+            if refusal is not None:
+                self._out.end_session(member, now)
+                member.left = True  # nobody waits for it
+                return [Send(session.sender, refusal)]
+            actions = self._follow(message, trained)
+            self.ledger_known = True
+        self._claim(member, set(message.held))
+        session.open = member.opened = True
+        actions.append(self._out.send(session, m.Opened))
+        return [*actions, *self._out.offers()]
+
+    def _follow(self, opening: m.Open, trained: IdSet) -> list[Action]:
+        """The leader's checkpoint becomes the last commit."""
+        forgotten = self.committed - trained
+        stored = self.authority.follow(opening, trained)
+        if stored is None:
+            return []
+        self._out.forget_trained(self.committed)
+        if not forgotten:
+            return [stored]
+        there, gone = self.authority.lost(forgotten)
+        for header in there:
+            self.stock.add(header)
+        self._out.regenerating.update(gone)
+        self.regenerated.update(gone)
+        return [stored, *([Regenerate(gone)] if gone else [])]
+
+    def _claim(self, member: Member, held: set[SampleId]) -> None:
+        """What a member still has stays with it; everything else it was given goes back."""
+        others = self.fencing.leased - member.leased
+        held = {id for id in held if id in self.stock} - others
+        self.stock.give_back(sorted(member.leased - held))
+        self.stock.claim(held)
+        member.leased, member.received = set(held), set(held)
+        member.at_work &= held
 
     # messages of an established session
 
-    def _in_session(self, session: Session, message: m.FromMember) -> list[Action]:
+    def _in_session(
+        self, member: Member, session: Session, message: m.InSession, now: float
+    ) -> list[Action]:
         match message:
             case m.Open():
-                return self._open(session, message)
+                return self._open(member, session, message, now)
             case m.Grant():
-                return self._granted(session, message.ids)
+                return self._granted(member, session, message.ids)
             case m.Credit():
                 session.credit_bytes = max(session.credit_bytes, message.total_bytes)
-                return []
             case m.Nack():
-                return self._nack(session, message)
-            case m.Reject():
-                return self._tombstone(message.id, "rejected", message.reason)
+                return self._nack(member, session, message)
+            case m.Reject() if message.id in member.leased and message.state in TERMINAL_STATES:
+                return self._tombstone(message.id, message.state, message.reason)
+            case m.AtWork():
+                member.at_work = member.received & set(message.ids)
             case m.Release():
-                self._give_back(session, set(message.ids))
-                return self._offers()
+                back = member.leased & set(message.ids)
+                member.drop(back)
+                self.stock.give_back(sorted(back))
+                return self._out.offers()
             case m.Commit():
-                return self._commit(session, message)
+                return self._commit(member, session, message, now)
             case m.Bye():
-                logger.info("member %s of group %s left", session.member, session.group)
-                self._end_session(session)
+                return self._bye(member, now)
         return []
 
-    def _granted(self, session: Session, ids: list[SampleId]) -> list[Action]:
+    def _granted(self, member: Member, session: Session, ids: list[SampleId]) -> list[Action]:
         for id in ids:
             if id in session.offered:
                 session.offered.discard(id)
-                session.leased.add(id)
+                member.leased.add(id)
                 session.granted.append(id)
-        return self._offers()
+        return self._out.offers()
 
-    def _nack(self, session: Session, message: m.Nack) -> list[Action]:
+    def _nack(self, member: Member, session: Session, message: m.Nack) -> list[Action]:
         id = message.id
-        if id not in session.leased:
+        if id not in member.leased:
             return []
         session.end_sent = False
         self._nacks[id] = self._nacks.get(id, 0) + 1
         logger.warning("sample %s arrived damaged (%s)", id, message.reason)
+        member.drop({id})
         if self._nacks[id] >= MAX_NACKS:
             return self._tombstone(id, "quarantined", message.reason)
-        self._give_back(session, {id})
-        return self._offers()
+        return [Verify(id)]
 
-    def _commit(self, session: Session, message: m.Commit) -> list[Action]:
-        done = Send(
-            session.sender,
-            m.Committed(term=self._term, session=session.name, number=message.number),
-        )
-        trained = IdSet.from_wire(message.trained)
-        if trained == self.committed:
+    def _bye(self, member: Member, now: float) -> list[Action]:
+        """It has left for good. When all have, what they held was not trained, or will never be
+        in a checkpoint."""
+        logger.info("member %s left", member.name)
+        member.left = True
+        self._out.end_session(member, now)
+        if all(one.left for one in self.fencing.members.values()):
+            leased = self.fencing.leased
+            for one in self.fencing.members.values():
+                one.drop(leased)
+            self.stock.give_back(sorted(leased))
+        return self._out.offers()
+
+    def _commit(
+        self, member: Member, session: Session, message: m.Commit, now: float
+    ) -> list[Action]:
+        done = self._out.send(session, m.Committed, number=message.number)
+        trained = IdSet.from_wire(message.trained).within(self.shards)
+        key = (message.term, message.number)
+        if self.authority.said_again(key, trained):
             return [done]
-        fault = self._commit_fault(session, trained)
+        if not (member.leader and session.open):
+            fault = f"a commit of member {member.name!r}, which is not an open leader"
+        else:
+            fault = self.authority.fault(key, trained, self._committable())
         if fault:
-            self._end_session(session)
+            self._out.end_session(member, now)
             return [Send(session.sender, m.Refused(code="malformed", reason=fault))]
-        stored = self._commit_set(max(message.number, self._commit_number + 1), trained)
-        return [*stored, done, *self._endings()]
+        stored = self.authority.advance(key, trained)
+        self._out.forget_trained(self.committed)
+        self._nacks = {id: count for id, count in self._nacks.items() if id in self.stock}
+        return [stored, done, *self._out.endings()]
 
-    def _commit_fault(self, session: Session, trained: IdSet) -> str:
-        """A commit adds samples that this member was given, and takes none away."""
-        if lost := self.committed - trained:
-            return f"commit without {len(lost)} samples that the last one had"
-        fresh = trained - self.committed
-        # The count first: a few bytes can claim ranges of a billion samples.
-        if len(fresh) > len(session.received) or any(id not in session.received for id in fresh):
-            return "commit of samples that this member does not hold"
-        return ""
-
-    def _commit_set(self, number: int, trained: IdSet) -> list[Action]:
-        self.committed = trained.copy()
-        self._commit_number = number
-        self._forget([id for id in self._samples if id in trained])
-        return [StoreCommit(number, trained)]
+    def _committable(self) -> set[SampleId]:
+        """Samples that the group may have trained."""
+        received = self.fencing.received
+        if not self.fencing.complete:
+            received |= set(self.stock)  # of a rank that has not attached again after a restart
+        return received
 
     def _tombstone(self, id: SampleId, state: str, reason: str) -> list[Action]:
-        if id not in self._samples:
+        if id not in self.stock:
             return []
-        self._forget([id])
-        return [StoreTombstone(id, state, reason), *self._offers(), *self._endings()]
-
-    # sending
-
-    def _begin(self, session: Session, id: SampleId) -> list[Action]:
-        header = self._samples.get(id)
-        if header is None:
-            return []
-        session.sending = (id, 0)
-        return [Send(session.sender, m.Begin(term=self._term, session=session.name, header=header))]
-
-    def _send_chunk(self, session: Session, id: SampleId, index: int) -> list[Action]:
-        header = self._samples.get(id)
-        last = header is None or index + 1 == header.chunks
-        session.sending = None if last else (id, index + 1)
-        if header is None:
-            return []
-        if last:
-            session.received.add(id)
-        chunk = m.Chunk(term=self._term, session=session.name, id=id, index=index)
-        ending = self._endings() if last else []
-        return [SendChunk(session.sender, chunk), *ending]
-
-    def _offers(self) -> list[Action]:
-        session = self.session
-        if session is None or not session.open:
-            return []
-        fresh: list[tuple[SampleId, int]] = []
-        while self._queue and len(session.offered) < OFFERED_SAMPLES:
-            _, id = heapq.heappop(self._queue)
-            if id in self._samples:
-                session.offered.add(id)
-                fresh.append((id, self._samples[id].decoded_bytes))
-        if not fresh:
-            return []
-        session.end_sent = False
-        offer = m.Offer(term=self._term, session=session.name, samples=fresh)
-        return [Send(session.sender, offer)]
-
-    def _endings(self) -> list[Action]:
-        session = self.session
-        if session is None or not session.open or not self.generation_done:
-            return []
-        end = Send(session.sender, m.EndOfSamples(term=self._term, session=session.name))
-        if self.all_terminal:
-            return [
-                end,
-                Send(session.sender, m.AllTerminal(term=self._term, session=session.name)),
-            ]
-        pending = self._queue or session.offered or session.granted or session.sending
-        if pending or session.end_sent:
-            return []
-        session.end_sent = True
-        return [end]
-
-    # bookkeeping
-
-    def _end_session(self, session: Session) -> None:
-        self._requeue(session.leased | session.offered)
-        self.session = None
-
-    def _enqueue_new(self, header: SampleHeader) -> None:
-        self._sequence[header.id] = next(self._counter)
-        self._samples[header.id] = header
-        heapq.heappush(self._queue, (self._sequence[header.id], header.id))
-
-    def _requeue(self, ids: set[SampleId]) -> None:
-        for id in ids:
-            if id in self._samples:
-                heapq.heappush(self._queue, (self._sequence[id], id))
-
-    def _give_back(self, session: Session, ids: set[SampleId]) -> None:
-        ids &= session.leased
-        session.leased -= ids
-        session.received -= ids
-        session.granted = deque(id for id in session.granted if id not in ids)
-        if session.sending and session.sending[0] in ids:
-            session.sending = None
-        self._requeue(ids)
-
-    def _forget(self, ids: list[SampleId]) -> None:
-        """These are terminal. The queue drops them when they come up."""
-        for id in ids:
-            self._samples.pop(id, None)
-            self._nacks.pop(id, None)
-            self._sequence.pop(id, None)
-            if self.session is not None:
-                self.session.leased.discard(id)
-                self.session.received.discard(id)
-                self.session.offered.discard(id)
-
-
-def _rollback_refusal(number: int, forgotten: IdSet) -> m.Refused:
-    first = next(iter(forgotten))
-    reason = (
-        f"this producer has commit {number} of a checkpoint that contains {len(forgotten)} samples "
-        f"more than the one loaded (first: {first}); resume from that checkpoint"
-    )
-    return m.Refused(code="rollback", reason=reason)
+        self.tombstones[id] = state
+        self._out.forget({id})
+        return [StoreTombstone(id, state, reason), *self._out.offers()]

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -20,16 +21,22 @@ from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.errors import BindError
 from draftfeed_producer.session import (
     Action,
+    Regenerate,
     Send,
     SendChunk,
+    Store,
     StoreCommit,
+    StoreSuspects,
     StoreTerm,
     StoreTombstone,
+    Verify,
+    Void,
 )
 from draftfeed_producer.spool import Spool
 from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import ProtoError
+from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 from draftfeed_proto.sample import SampleHeader
 
@@ -55,11 +62,28 @@ LINGER_MS = 2_000
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     bind: str = "tcp://127.0.0.1:5550"
     """ZeroMQ address the consumer connects to."""
+    session_timeout_seconds: float = 10.0
+    """A group that was cut off may come back for this long before another process gets the stream
+    without --takeover. One that said goodbye leaves it free at once."""
+    quarantine_after_terms: int = 3
+    """A sample that the trainer was at work on when it died, this many times in a row, is given
+    to nobody any more."""
+
+    def __post_init__(self) -> None:
+        if self.session_timeout_seconds < 0:
+            found = self.session_timeout_seconds
+            raise ValueError(f"session_timeout_seconds is {found}, it must not be negative")
+        if self.quarantine_after_terms < 1:
+            raise ValueError(
+                f"quarantine_after_terms is {self.quarantine_after_terms}, it must be at least 1"
+            )
 
 
 class ServerStatistics(NamedTuple):
     attached: bool
-    member: str
+    """Whether samples may go out to somebody."""
+    members: tuple[str, ...]
+    """Those that have a session."""
     term: int
     leased: int
     wire_bytes: int
@@ -105,11 +129,16 @@ class Server:
     def __init__(self, listener: Listener, spool: Spool, delivery: Delivery) -> None:
         self._listener, self._spool, self._delivery = listener, spool, delivery
         self._socket = listener.socket
-        self._inbox: queue.SimpleQueue[SampleHeader | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[], list[Action]]] = queue.SimpleQueue()
+        """Events of the producer, to be given to the delivery state by our thread."""
         self._waker, self._wake_end = socket.socketpair()
         self._waker.setblocking(False)
-        self._unsent: deque[Send | SendChunk] = deque()
-        """For the member of the session, in order."""
+        self._backlogs: dict[bytes, deque[Send | SendChunk]] = {}
+        """What waits for each member that has a session, in order."""
+        self.regenerate: queue.SimpleQueue[list[SampleId]] = queue.SimpleQueue()
+        """Samples to be generated once more."""
+        self.ledger_known = threading.Event()
+        """A leader has said what is trained."""
         self._closing: str | None = None
         self._closed = threading.Event()
         self._wire_bytes = 0
@@ -125,12 +154,18 @@ class Server:
     # called by other threads
 
     def stored(self, header: SampleHeader) -> None:
-        self._inbox.put(header)
-        self._wake()
+        self._tell(lambda: self._delivery.stored(header))
+
+    def skip(self, ids: IdSet) -> None:
+        """Lines that turned out to be no prompts."""
+        self._tell(lambda: self._delivery.skip(ids))
 
     def finish(self) -> None:
-        """No further samples will be stored."""
-        self._inbox.put(None)
+        """No further samples will be stored, but those to be generated again."""
+        self._tell(self._delivery.finish)
+
+    def _tell(self, event: Callable[[], list[Action]]) -> None:
+        self._inbox.put(event)
         self._wake()
 
     def close(self, reason: str) -> None:
@@ -146,14 +181,14 @@ class Server:
         self._wake_end.close()
 
     def statistics(self) -> ServerStatistics:
-        session = self._delivery.session
+        fencing = self._delivery.fencing
         return ServerStatistics(
-            session is not None and session.open,
-            session.member if session else "",
-            self._delivery.term,
-            self._delivery.leased,
+            bool(fencing.live),
+            tuple(sorted(member.name for member in list(fencing.attached.values()))),
+            fencing.number,
+            len(fencing.leased),
             self._wire_bytes,
-            len(self._unsent),
+            sum(map(len, list(self._backlogs.values()))),
             self._no_credit_seconds,
         )
 
@@ -177,7 +212,7 @@ class Server:
         poller.register(self._wake_end, zmq.POLLIN)
         while self._closing is None:
             began = time.monotonic()
-            ready = dict(poller.poll(RETRY_MS if self._unsent else POLL_MS))
+            ready = dict(poller.poll(RETRY_MS if self._waiting else POLL_MS))
             if self._wake_end.fileno() in ready:
                 self._wake_end.recv(4096)
             self._drain_inbox()
@@ -187,20 +222,21 @@ class Server:
             self._look_after_disk()
             if not sent and self._delivery.starved_of_credit:
                 self._no_credit_seconds += time.monotonic() - began
-            if self._delivery.all_terminal and not self._unsent:
+            if self._delivery.all_terminal and not self._waiting:
                 self.all_terminal.set()
         self._perform(self._delivery.close(self._closing))
         deadline = time.monotonic() + LINGER_MS / 1000
-        while not self._flush() and time.monotonic() < deadline:
+        while self._waiting and time.monotonic() < deadline:
+            self._flush_all()
             poller.poll(RETRY_MS)
+
+    @property
+    def _waiting(self) -> bool:
+        return any(self._backlogs.values())
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
-            header = self._inbox.get()
-            if header is None:
-                self._perform(self._delivery.finish())
-            else:
-                self._perform(self._delivery.stored(header))
+            self._perform(self._inbox.get()())
 
     def _receive(self) -> None:
         while True:
@@ -215,57 +251,80 @@ class Server:
         try:
             if len(parts) != 2:
                 raise ProtoError(f"{len(parts) - 1} frames where one message was due")
-            self._perform(self._delivery.received(sender, m.decode_from_member(parts[1])))
+            message = m.decode_from_member(parts[1])
+            self._perform(self._delivery.received(sender, message, time.monotonic()))
         except ProtoError as error:
             logger.warning("refused a message: %s", error)
             self._perform([Send(sender, m.Refused(code="malformed", reason=str(error)))])
 
     def _pump(self) -> bool:
-        """Send what credit and the socket take; whether anything went out."""
+        """Send what credit and the socket take, a chunk to each member in turn; whether anything
+        went out."""
         sent = False
-        while self._flush() and (actions := self._delivery.next_chunk()):
-            self._perform(actions)
-            sent = True
+        ready = [sender for sender in self._delivery.fencing.attached if self._flush(sender)]
+        while ready:
+            for sender in list(ready):
+                actions = self._delivery.next_chunk(sender)
+                self._perform(actions)
+                sent |= bool(actions)
+                if not actions or not self._flush(sender):
+                    ready.remove(sender)
         return sent
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
-            if isinstance(action, Send | SendChunk):
-                self._post(action)
-            else:
-                self._store(action)
+            match action:
+                case Send() | SendChunk():
+                    self._post(action)
+                case Verify():
+                    whole = self._spool.whole(action.id)
+                    self._perform(self._delivery.verified(action.id, whole))
+                case Regenerate():
+                    self.regenerate.put(action.ids)
+                case _:
+                    if not self._store(action):
+                        break  # what follows must not be said
+        self._forget_the_gone()
+        if self._delivery.ledger_known:
+            self.ledger_known.set()
 
     def _post(self, action: Send | SendChunk) -> None:
-        """Send now, or keep it for the member of the session. Others are not waited for: whoever
-        sends nonsense and reads nothing must not fill our memory or hold up the one who does."""
-        if action.sender != self._member():
+        """Send now, or keep it for a member that has a session. Others are not waited for:
+        whoever sends nonsense and reads nothing must not fill our memory or hold anybody up."""
+        if action.sender not in self._delivery.fencing.attached:
             with suppress(zmq.Again):
                 self._dispatch(action)
             return
-        self._unsent.append(action)
-        self._flush()
-        if len(self._unsent) > MAX_BACKLOG:
-            logger.warning("the member does not read; its session ends")
+        backlog = self._backlogs.setdefault(action.sender, deque())
+        backlog.append(action)
+        self._flush(action.sender)
+        if len(backlog) > MAX_BACKLOG:
+            logger.warning("a member does not read; its session ends")
             self._drop(action.sender)
 
-    def _member(self) -> bytes | None:
-        session = self._delivery.session
-        return session.sender if session else None
+    def _forget_the_gone(self) -> None:
+        """What waited for a session that is over is not for the next one."""
+        for sender in [one for one in self._backlogs if one not in self._delivery.fencing.attached]:
+            del self._backlogs[sender]
 
-    def _flush(self) -> bool:
-        """Send what waits, in order; False when the socket takes no more for now."""
-        while self._unsent:
+    def _flush_all(self) -> None:
+        for sender in list(self._backlogs):
+            self._flush(sender)
+
+    def _flush(self, sender: bytes) -> bool:
+        """Send what waits for a member, in order; False when its pipe takes no more for now."""
+        while backlog := self._backlogs.get(sender):
             try:
-                self._dispatch(self._unsent[0])
+                self._dispatch(backlog[0])
             except zmq.Again:
                 return False
-            if self._unsent:  # a peer found gone takes its backlog along
-                self._unsent.popleft()
+            if backlog:  # a peer found gone takes its backlog along
+                backlog.popleft()
         return True
 
     def _drop(self, sender: bytes) -> None:
-        self._unsent.clear()
-        self._delivery.disconnected(sender)
+        self._backlogs.pop(sender, deque()).clear()
+        self._perform(self._delivery.disconnected(sender, time.monotonic()))
 
     def _dispatch(self, action: Send | SendChunk) -> None:
         if isinstance(action, SendChunk):
@@ -273,25 +332,30 @@ class Server:
         else:
             self._send(action.sender, [m.encode(action.message)])
 
-    def _store(self, action: StoreTerm | StoreCommit | StoreTombstone) -> None:
-        """Until it is durable: what follows must not be said before."""
+    def _store(self, action: Store) -> bool:
+        """Whether it is durable now. A log that cannot be written is tried until we close."""
         while self._closing is None:
             try:
                 self._store_once(action)
-                return
+                return True
             except OSError as error:
                 logger.error("the control log cannot be written (%s); trying again", error)
                 self._closed.wait(STORE_RETRY_SECONDS)
+        return False
 
-    def _store_once(self, action: StoreTerm | StoreCommit | StoreTombstone) -> None:
+    def _store_once(self, action: Store) -> None:
         match action:
             case StoreCommit():
-                self._spool.commit(action.number, action.trained)
+                self._spool.commit(action.number, action.trained, action.term, action.rollback)
             case StoreTombstone():
                 self._spool.tombstone(action.id, action.state, action.reason)
             case StoreTerm():
-                self._unsent.clear()  # what waited was for the session before
-                self._spool.grant(Term(action.term, action.group, action.incarnation))
+                self._spool.grant(Term(*action))
+            case StoreSuspects():
+                self._spool.suspect(action.counts)
+            case Void():
+                logger.warning("sample %s: %s; it is generated again", action.id, action.reason)
+                self._spool.void(action.id, action.reason)
 
     def _send_chunk(self, action: SendChunk) -> None:
         try:
@@ -308,20 +372,22 @@ class Server:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            if sender == self._member():
-                self._drop(sender)
+            self._drop(sender)
             return False
         self._wire_bytes += sum(map(len, frames))
         return True
 
     def _look_after_disk(self) -> None:
         self._spool.sync_when_due()
-        if self._spool.fill > CHECKPOINT_FILL:
-            self._perform(self._delivery.short_of_space(self._spool.checkpoint_bytes))
+        paused = bool(self._spool.alarm)
+        if paused or self._spool.fill > CHECKPOINT_FILL:
+            worth_bytes = self._spool.checkpoint_bytes
+            self._perform(self._delivery.short_of_space(worth_bytes, paused=paused))
 
     def _ping(self) -> None:
-        session = self._delivery.session
-        if session is None or self._unsent or time.monotonic() < self._ping_due:
+        if time.monotonic() < self._ping_due:
             return
         self._ping_due = time.monotonic() + PING_SECONDS
-        self._perform([Send(session.sender, m.Ping(term=session.term, session=session.name))])
+        for sender in list(self._delivery.fencing.attached):
+            if not self._backlogs.get(sender):
+                self._perform(self._delivery.ping(sender))

@@ -58,6 +58,32 @@ class SampleId(
         return id
 
 
+class Shards(msgspec.Struct, frozen=True):
+    """Which parts of one prompt file a producer owns. A shard is a stretch of its lines."""
+
+    dataset: Dataset
+    epoch: Count
+    ranges: tuple[Count, ...]
+    """Half-open ranges of shard numbers, flattened: rising, not touching."""
+
+    def __contains__(self, partition: Partition) -> bool:
+        dataset, epoch, shard = partition
+        mine = (dataset, epoch) == (self.dataset, self.epoch)
+        return mine and bisect_right(self.ranges, shard) % 2 == 1
+
+    def __and__(self, other: "Shards") -> list[int]:
+        """Numbers of the shards both have, as flattened ranges."""
+        if (self.dataset, self.epoch) != (other.dataset, other.epoch):
+            return []
+        mine = list(self.ranges)
+        return _difference(mine, _difference(mine, list(other.ranges)))
+
+    def check(self) -> None:
+        """Raises MalformedMessage when the ranges do not rise."""
+        if self.ranges and not _are_ranges(list(self.ranges)):
+            raise MalformedMessage(f"shards {list(self.ranges)} are not rising pairs")
+
+
 class IdSet:
     """A set of sample ids held as sorted, disjoint ranges of ordinals per partition.
 
@@ -99,6 +125,12 @@ class IdSet:
             if left := _difference(edges, other._ranges.get(partition, [])):
                 rest._ranges[partition] = left
         return rest
+
+    def within(self, shards: Shards) -> "IdSet":
+        """Those that lie in these shards."""
+        part = IdSet()
+        part._ranges = {p: list(edges) for p, edges in self._ranges.items() if p in shards}
+        return part
 
     def copy(self) -> "IdSet":
         twin = IdSet()

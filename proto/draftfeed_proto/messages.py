@@ -10,7 +10,7 @@ import msgspec
 
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.errors import IncompatibleVersion
-from draftfeed_proto.ids import SampleId, WireRanges
+from draftfeed_proto.ids import SampleId, Shards, WireRanges
 from draftfeed_proto.limits import MAX_SAMPLE_BYTES
 from draftfeed_proto.sample import SampleHeader
 from draftfeed_proto.wire import Count, Name, pack, unpack
@@ -42,9 +42,21 @@ class Fence(Message, frozen=True, kw_only=True, omit_defaults=False):
 
     version: tuple[Count, Count] = VERSION
     group: Name
+    """The training run."""
     member: Name
+    """One rank of it."""
+    members: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """How many the group has."""
+    leader: bool = True
+    """The member whose `Open` and `Commit` speak for the group; it begins terms."""
     incarnation: Name
-    """Random, one per process: tells a restarted member from its predecessor."""
+    """Random, the same for all members that were started together: one life of the group."""
+    process: Name
+    """Random, one per process: a rank that was started again alone has lost what it trained."""
+    term: Annotated[int, msgspec.Meta(ge=1)]
+    """The fencing number asked for."""
+    takeover: bool = False
+    """Take the stream from whoever holds it."""
     expect: Expectation = Expectation()
 
 
@@ -54,6 +66,14 @@ class Open(InSession, frozen=True, kw_only=True):
     trained: WireRanges
     held: list[SampleId] = []
     """What else this member has: received, or trained since that checkpoint; not given back."""
+    ledger_term: Count = 0
+    """Term in which the loaded checkpoint was made; 0 without one."""
+    ledger_number: Count = 0
+    rollback: Name = ""
+    """What to do with samples committed after the loaded checkpoint: "" refuses, "deliver"
+    delivers again those that still exist, "regenerate" also makes the others again."""
+    checkpoint_samples: Count = 0
+    """Samples of the whole group between two checkpoints; 0 = not known."""
 
 
 class Grant(InSession, frozen=True, kw_only=True):
@@ -75,10 +95,21 @@ class Nack(InSession, frozen=True, kw_only=True):
 
 
 class Reject(InSession, frozen=True, kw_only=True):
-    """The trainer's policy refuses this sample for good."""
+    """This sample will not be trained: it is terminal, and reported."""
 
     id: SampleId
     reason: str
+    state: Name = "rejected"
+    """"rejected" by the trainer's policy, or "tail": it did not fill an optimizer step."""
+
+
+class AtWork(InSession, frozen=True, kw_only=True):
+    """All samples the trainer has taken and not yet trained; each replaces the one before.
+
+    One that is there whenever a trainer dies is probably what kills it.
+    """
+
+    ids: list[SampleId]
 
 
 class Release(InSession, frozen=True, kw_only=True):
@@ -98,6 +129,10 @@ class Bye(InSession, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class Inquire(Message, frozen=True, kw_only=True):
+    """Anyone may ask where the samples are; no session is needed, and none is touched."""
+
+
 # producer -> member
 
 
@@ -108,17 +143,49 @@ class Granted(InSession, frozen=True, kw_only=True, omit_defaults=False):
     descriptor: Descriptor
     stream_id: Name
     """When it is not the descriptor's own, the descriptor has a field this build does not know."""
+    shards: Shards
+    """The prompts this producer owns. Two producers of a group must not own the same."""
+    max_sample_bytes: Count = 0
+    """Decoded bytes of the largest sample that can come; 0 = not known."""
     committed: WireRanges
+    commit_term: Count = 0
     commit_number: Count
 
 
 class Refused(Message, frozen=True, kw_only=True):
     code: Name
-    """"mismatch", "version", "held", "rollback" or "malformed"; take one you do not know as final.
+    """See PROTOCOL.md; take one you do not know as final.
 
     Not an enumeration: an older member could not even read a newer producer's refusal.
     """
     reason: str
+    term: Count = 0
+    """The term the producer is in: with "fenced" and "held", ask for a higher one."""
+
+
+class Account(Message, frozen=True, kw_only=True):
+    """Where every sample of this producer is. Each id is in exactly one of `committed`, `leased`,
+    `deliverable`, `terminal` and `pending`."""
+
+    shards: Shards
+    committed: WireRanges
+    leased: WireRanges
+    """With a member, and in no commit yet."""
+    deliverable: WireRanges
+    """In the spool and with nobody."""
+    terminal: dict[Name, WireRanges]
+    """By state: "rejected", "quarantined", "tail"."""
+    pending: WireRanges
+    """Not generated yet, or to be generated again."""
+    regenerated: WireRanges = []
+    """Made again because the first record was damaged or lost; these are in the sets above too."""
+    skipped: WireRanges = []
+    """Lines of the prompt file that are no prompts."""
+    group: str = ""
+    term: Count = 0
+    commit_number: Count = 0
+    members: list[Name] = []
+    """Attached ones."""
 
 
 class Opened(InSession, frozen=True, kw_only=True):
@@ -173,7 +240,9 @@ class Ping(InSession, frozen=True, kw_only=True):
     """Nothing to say: it finds out whether the member is still there."""
 
 
-FromMember = Fence | Open | Grant | Credit | Nack | Reject | Release | Commit | Bye
+FromMember = (
+    Fence | Open | Grant | Credit | Nack | Reject | AtWork | Release | Commit | Bye | Inquire
+)
 FromProducer = (
     Granted
     | Refused
@@ -187,6 +256,7 @@ FromProducer = (
     | Closing
     | Ping
     | CheckpointWanted
+    | Account
 )
 
 

@@ -1,0 +1,121 @@
+"""Handing samples out: offers, chunks as credit allows, and the end. No I/O."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from draftfeed_producer.fencing import Fencing
+from draftfeed_producer.session import Action, Member, Send, SendChunk, Session
+from draftfeed_producer.stock import Stock
+from draftfeed_proto import messages as m
+from draftfeed_proto.ids import IdSet, SampleId
+
+OFFERED_SAMPLES = 64
+"""Offers the members of a group may have open together, a few each at least."""
+LEAST_OFFERED_SAMPLES = 4
+
+
+class Distribution:
+    """What is in stock, to the members of the term."""
+
+    def __init__(self, stock: Stock, fencing: Fencing) -> None:
+        self.stock, self.fencing = stock, fencing
+        self.regenerating: set[SampleId] = set()
+        self.generation_done = False
+
+    @property
+    def all_terminal(self) -> bool:
+        """Generation is over and every sample is committed or otherwise terminal."""
+        return self.generation_done and not len(self.stock) and not self.regenerating
+
+    @property
+    def starved_of_credit(self) -> bool:
+        """Samples are there, a member is attached, and it has no room for them."""
+        return any(session.offered or session.granted for session in self.fencing.live)
+
+    def next_chunk(self, sender: bytes) -> list[Action]:
+        """The next chunk to send to a member, if credit allows one."""
+        member = self.fencing.attached.get(sender)
+        session = member.live if member else None
+        if member is None or session is None:
+            return []
+        if session.sending is None and session.granted:
+            id = session.granted.popleft()
+            session.sending = (id, 0)
+            return [self.send(session, m.Begin, header=self.stock[id])]
+        if session.sending is None or session.sent_bytes >= session.credit_bytes:
+            return []
+        return self._send_chunk(member, session, *session.sending)
+
+    def sent(self, sender: bytes, frame_bytes: int) -> None:
+        member = self.fencing.attached.get(sender)
+        if member is not None and member.session is not None:
+            member.session.sent_bytes += frame_bytes
+
+    def _send_chunk(
+        self, member: Member, session: Session, id: SampleId, index: int
+    ) -> list[Action]:
+        last = index + 1 == self.stock[id].chunks
+        session.sending = None if last else (id, index + 1)
+        if last:
+            member.received.add(id)
+        chunk = m.Chunk(term=self.fencing.number, session=session.name, id=id, index=index)
+        return [SendChunk(session.sender, chunk), *(self.endings() if last else [])]
+
+    def offers(self) -> list[Action]:
+        """New offers to whoever has few; and the end, when there is nothing to offer."""
+        live = self.fencing.live if self.fencing.complete else []
+        share = max(LEAST_OFFERED_SAMPLES, OFFERED_SAMPLES // max(1, len(live)))
+        fresh: list[Action] = []
+        for session in sorted(live, key=lambda one: len(one.offered)):
+            samples = list(self._draw(share - len(session.offered)))
+            if samples:
+                session.offered.update(id for id, _ in samples)
+                fresh.append(self.send(session, m.Offer, samples=samples))
+        if fresh:
+            for session in live:
+                session.end_sent = False
+        return [*fresh, *self.endings()]
+
+    def _draw(self, count: int) -> Iterator[tuple[SampleId, int]]:
+        for _ in range(count):
+            header = self.stock.take()
+            if header is None:
+                return
+            yield header.id, header.decoded_bytes
+
+    def endings(self) -> list[Action]:
+        """Nothing is left that a member could still get in this term."""
+        if not self.generation_done or not self.fencing.complete or self.regenerating:
+            return []
+        if self.stock.waiting or any(one.pending for one in self.fencing.members.values()):
+            return []
+        ended: list[Action] = []
+        for session in self.fencing.live:
+            if not session.end_sent:
+                session.end_sent = True
+                ended.append(self.send(session, m.EndOfSamples))
+            if self.all_terminal and not session.all_terminal_sent:
+                session.all_terminal_sent = True
+                ended.append(self.send(session, m.AllTerminal))
+        return ended
+
+    # bookkeeping
+
+    def send(self, session: Session, kind: type[m.InSession], **fields: Any) -> Send:
+        message = kind(term=self.fencing.number, session=session.name, **fields)
+        return Send(session.sender, message)
+
+    def end_session(self, member: Member, now: float) -> None:
+        """What was only offered goes back; what was granted stays leased."""
+        session = self.fencing.detach(member, now)
+        self.stock.give_back(sorted(session.offered))
+
+    def forget_trained(self, trained: IdSet) -> None:
+        self.forget({id for id in self.stock if id in trained})
+        self.regenerating -= {id for id in self.regenerating if id in trained}
+
+    def forget(self, ids: set[SampleId]) -> None:
+        """These are terminal, or to be made again."""
+        self.stock.remove(ids)
+        for member in self.fencing.members.values():
+            member.drop(ids)
