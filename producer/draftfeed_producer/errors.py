@@ -10,6 +10,9 @@ ProducerError (ValueError)
 └── SpoolError            the spool cannot be used
     ├── SpoolBusy         another producer owns it
     ├── SpoolMismatch     it was made for another stream or prompt file
+    ├── SpoolDamaged      bytes of it are not what was written, and it matters
+    ├── ShardError        shards that are not there, or may not be moved
+    ├── UnknownSample     it has no sample of that name
     └── SpoolFull         the disk is; space comes back with commits
 """
 
@@ -83,6 +86,22 @@ class SpoolMismatch(SpoolError):
             f"{here!r}; choose another [spool] dir, or delete this one if its samples may go"
         )
         self.directory, self.field, self.there, self.here = directory, field, there, here
+
+
+class SpoolDamaged(SpoolError):
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} {reason}")
+        self.path, self.reason = path, reason
+
+
+class ShardError(SpoolError):
+    """Shards that are not there, are written wrongly, or may not be moved."""
+
+
+class UnknownSample(SpoolError):
+    def __init__(self, directory: Path, name: str, reason: str) -> None:
+        super().__init__(f"{directory}: {name}: {reason}")
+        self.directory, self.name, self.reason = directory, name, reason
 
 
 class SpoolFull(SpoolError):

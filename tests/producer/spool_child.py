@@ -9,12 +9,14 @@ from typing import Any
 
 from draftfeed_producer.errors import SpoolFull
 from draftfeed_producer.spool import Spool, SpoolConfig
-from draftfeed_proto.ids import IdSet
+from draftfeed_proto.ids import IdSet, Shards
 from samples import DATASET, DESCRIPTOR, sample
+
+SHARDS = Shards(DATASET, 0, (0, 100))
 
 
 def store_and_die(directory: str, fsync: Any) -> None:
-    spool = Spool(SpoolConfig(dir=Path(directory), fsync=fsync), DESCRIPTOR, DATASET)
+    spool = Spool(SpoolConfig(dir=Path(directory), fsync=fsync), DESCRIPTOR, SHARDS)
     for ordinal in range(7):
         spool.append(sample(ordinal))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -22,7 +24,7 @@ def store_and_die(directory: str, fsync: Any) -> None:
 
 def fill_the_disk(directory: str) -> None:
     """One sample fits, the next meets the limit halfway, then there is room again."""
-    spool = Spool(SpoolConfig(dir=Path(directory)), DESCRIPTOR, DATASET)
+    spool = Spool(SpoolConfig(dir=Path(directory)), DESCRIPTOR, SHARDS)
     spool.append(sample(0))
     _limit_files(spool.statistics().bytes + 9000)
     try:
@@ -38,7 +40,7 @@ def fill_the_disk(directory: str) -> None:
 def fill_at_a_segment(directory: str) -> None:
     """Three times no new segment can be begun; then it can."""
     config = SpoolConfig(dir=Path(directory), segment_bytes=1)
-    spool = Spool(config, DESCRIPTOR, DATASET)
+    spool = Spool(config, DESCRIPTOR, SHARDS)
     spool.append(sample(0))
     _limit_files(0)
     for _ in range(3):
@@ -54,10 +56,10 @@ def fill_at_a_segment(directory: str) -> None:
 
 def commit_on_a_full_disk(directory: str) -> None:
     """No file may grow beyond what it has: the kernel's ENOSPC with another number."""
-    spool = Spool(SpoolConfig(dir=Path(directory)), DESCRIPTOR, DATASET)
+    spool = Spool(SpoolConfig(dir=Path(directory)), DESCRIPTOR, SHARDS)
     spool.append(sample(0))
     _limit_files((Path(directory) / "control.log").stat().st_size)
-    spool.commit(1, IdSet([sample(0).id]))
+    spool.commit(1, IdSet([sample(0).id]), term=1)
     spool.close()
 
 

@@ -14,13 +14,15 @@ import xxhash
 from draftfeed_producer.errors import SpoolBusy, SpoolError, SpoolFull, SpoolMismatch
 from draftfeed_producer.spool import Spool, SpoolConfig, entries
 from draftfeed_producer.spool.segments import Segment
-from draftfeed_proto.ids import IdSet
+from draftfeed_proto.ids import IdSet, Shards
 from draftfeed_proto.sample import Assembler
 from samples import DATASET, DESCRIPTOR, sample
 
+SHARDS = Shards(DATASET, 0, (0, 100))
+
 
 def open_spool(directory: Path, **options: object) -> Spool:
-    return Spool(SpoolConfig(dir=directory, **options), DESCRIPTOR, DATASET)  # type: ignore[arg-type]
+    return Spool(SpoolConfig(dir=directory, **options), DESCRIPTOR, SHARDS)  # type: ignore[arg-type]
 
 
 def ordinals(spool: Spool) -> list[int]:
@@ -111,7 +113,7 @@ def test_every_cut_of_the_file_leaves_whole_samples_only(tmp_path: Path) -> None
     for size in range(0, len(content), 61):
         path = tmp_path / "cut.seg"
         path.write_bytes(content[:size])
-        segment, records = Segment.open(path, 1, last=True)
+        segment, records, _ = Segment.open(path, 1, last=True)
         assert len(records) == sum(end <= size for end in ends)
         segment.close()
 
@@ -122,9 +124,9 @@ def test_committed_segments_are_deleted_only_when_every_kept_checkpoint_has_them
     spool = open_spool(tmp_path, segment_bytes=1, keep_checkpoints=2)
     for k in range(4):
         spool.append(sample(k))
-    spool.commit(1, IdSet(sample(k).id for k in range(2)))
+    spool.commit(1, IdSet(sample(k).id for k in range(2)), term=1)
     assert len(segment_files(tmp_path)) == 4  # a rollback to the checkpoint before may need them
-    spool.commit(2, IdSet(sample(k).id for k in range(3)))
+    spool.commit(2, IdSet(sample(k).id for k in range(3)), term=1)
     assert len(segment_files(tmp_path)) == 2
     assert all(spool.finished(sample(k).id) for k in range(4))
     spool.close()
@@ -139,7 +141,7 @@ def test_quota_reached_waits_and_a_commit_frees_room(tmp_path: Path) -> None:
     for k in range(3):
         spool.append(sample(k))
     assert not spool.wait_for_space(0)
-    spool.commit(1, IdSet(sample(k).id for k in range(3)))
+    spool.commit(1, IdSet(sample(k).id for k in range(3)), term=1)
     assert spool.wait_for_space(0)
     spool.close()
 
@@ -148,7 +150,7 @@ def test_sample_larger_than_the_quota_does_not_stop_the_spool_for_good(tmp_path:
     spool = open_spool(tmp_path, keep_checkpoints=1, quota_bytes=5_000)
     spool.append(sample(0))
     assert not spool.wait_for_space(0)
-    spool.commit(1, IdSet([sample(0).id]))
+    spool.commit(1, IdSet([sample(0).id]), term=1)
     assert spool.wait_for_space(0)
     spool.append(sample(1))
     spool.close()
@@ -180,9 +182,9 @@ def test_spool_of_other_layers_or_prompts_is_refused_with_both_values(tmp_path: 
     open_spool(tmp_path).close()
     other = msgspec.structs.replace(DESCRIPTOR, layer_ids=(2, 5, 8))
     with pytest.raises(SpoolMismatch, match=r"\(1, 4, 7\).*\(2, 5, 8\)"):
-        Spool(SpoolConfig(dir=tmp_path), other, DATASET)
+        Spool(SpoolConfig(dir=tmp_path), other, SHARDS)
     with pytest.raises(SpoolMismatch, match=f"{DATASET}.*fedcba9876543210"):
-        Spool(SpoolConfig(dir=tmp_path), DESCRIPTOR, "fedcba9876543210")
+        Spool(SpoolConfig(dir=tmp_path), DESCRIPTOR, Shards("fedcba9876543210", 0, (0, 100)))
     open_spool(tmp_path).close()  # a refusal leaves no lock behind
 
 
@@ -191,8 +193,8 @@ def test_torn_commit_falls_back_to_the_one_before(tmp_path: Path, cut_bytes: int
     spool = open_spool(tmp_path)
     for k in range(3):
         spool.append(sample(k))
-    spool.commit(1, IdSet([sample(0).id]))
-    spool.commit(2, IdSet([sample(0).id, sample(1).id]))
+    spool.commit(1, IdSet([sample(0).id]), term=1)
+    spool.commit(2, IdSet([sample(0).id, sample(1).id]), term=1)
     spool.close()
     log = tmp_path / "control.log"
     os.truncate(log, len(log.read_bytes().rstrip(b"\0")) - cut_bytes)
@@ -229,7 +231,7 @@ def test_directory_that_cannot_be_a_spool_is_one_clear_line(tmp_path: Path) -> N
 def test_spool_of_a_newer_version_is_refused_and_left_whole(tmp_path: Path, name: str) -> None:
     spool = open_spool(tmp_path)
     spool.append(sample(0))
-    spool.commit(1, IdSet())
+    spool.commit(1, IdSet(), term=1)
     spool.close()
     path = tmp_path / name
     before = path.read_bytes()
@@ -248,8 +250,8 @@ def test_damage_in_the_middle_of_the_control_log_is_refused_and_nothing_is_cut(
 ) -> None:
     spool = open_spool(tmp_path)
     spool.append(sample(0))
-    spool.commit(1, IdSet())
-    spool.commit(2, IdSet([sample(0).id]))
+    spool.commit(1, IdSet(), term=1)
+    spool.commit(2, IdSet([sample(0).id]), term=1)
     spool.close()
     log = tmp_path / "control.log"
     flip(log, 40)

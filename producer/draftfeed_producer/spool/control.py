@@ -1,16 +1,10 @@
-"""The control log: commits, tombstones and terms, in one append-only file beside the segments."""
+"""What a control log says: commits, terms, tombstones, suspects, voids and shards."""
 
-import os
-from pathlib import Path
+from collections.abc import Iterator
 
 import msgspec
 
-from draftfeed_producer.errors import SpoolError
-from draftfeed_producer.spool import entries
-from draftfeed_proto.ids import IdSet, SampleId, WireRanges
-
-RESERVE_BYTES = 1 << 20
-"""Taken ahead of the records."""
+from draftfeed_proto.ids import IdSet, SampleId, Shards, WireRanges
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
@@ -18,6 +12,12 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
 
     number: int
     trained: WireRanges
+    term: int = 0
+    """In which the checkpoint was made."""
+    rollback: bool = False
+    """It takes samples away: no commit before it counts any more."""
+    regenerated: WireRanges = []
+    """What a rollback took away and the spool no longer had."""
 
 
 class Tombstone(msgspec.Struct, frozen=True, tag="tombstone"):
@@ -34,46 +34,58 @@ class Term(msgspec.Struct, frozen=True, tag="term"):
     term: int
     group: str
     incarnation: str
+    members: int = 1
 
 
-Record = Commit | Tombstone | Term
+class Suspects(msgspec.Struct, frozen=True, tag="suspects"):
+    """All samples that a lost member was at work on, and in how many terms in a row."""
+
+    counts: list[tuple[SampleId, int]]
 
 
-class ControlLog:
-    """Owner of `control.log`. Every append is durable when it returns.
+class Void(msgspec.Struct, frozen=True, tag="void"):
+    """The record at this place is not to be used; one of the same id elsewhere may be."""
 
-    The file is longer than its contents: space is taken in advance, so that a full disk can still
-    record the commit that frees it.
-    """
+    id: SampleId
+    segment: int
+    offset: int
+    reason: str
 
-    def __init__(self, path: Path, keep_commits: int) -> None:
+
+class Owned(msgspec.Struct, frozen=True, tag="shards"):
+    """The shards that this spool owns."""
+
+    shards: Shards
+    lost: Shards
+    """Those of them that came from a spool that is gone: only the trainer's ledger knows what was
+    trained of them."""
+    regenerated: WireRanges = []
+    """What the ledger did not have of those that were lost until now."""
+
+
+class Regenerated(msgspec.Struct, frozen=True, tag="regenerated"):
+    """These too had to be made again because what was there first is damaged or lost."""
+
+    ids: WireRanges
+
+
+Record = Commit | Tombstone | Term | Suspects | Void | Owned | Regenerated
+
+
+class Control:
+    """The state that a sequence of records adds up to."""
+
+    def __init__(self, keep_commits: int) -> None:
         self._keep_commits = keep_commits
         self.commits: list[Commit] = []
         """The last few, oldest first."""
         self.tombstones: dict[SampleId, Tombstone] = {}
         self.term: Term | None = None
-        self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            self._end = self._replay()
-            self._reserve(1)
-        except BaseException:
-            self.close()
-            raise
-
-    def append(self, record: Record) -> None:
-        """Raises OSError; the log then ends where it ended before."""
-        payload = msgspec.msgpack.encode(record)
-        size = entries.HEADER_BYTES + len(payload)
-        try:
-            self._reserve(size)
-            entries.write(self._fd, self._end, entries.Kind.CONTROL, payload)
-            os.fsync(self._fd)
-        except OSError:
-            os.pwrite(self._fd, bytes(min(size, self._room())), self._end)
-            raise
-        self._end += size
-        self._apply(record)
+        self.suspects: dict[SampleId, int] = {}
+        self.voids: dict[tuple[int, int], Void] = {}
+        """By segment and offset of the record."""
+        self.owned: Owned | None = None
+        self.regenerated = IdSet()
 
     @property
     def freeable(self) -> IdSet:
@@ -86,37 +98,41 @@ class ControlLog:
     def committed(self) -> IdSet:
         return IdSet.from_wire(self.commits[-1].trained) if self.commits else IdSet()
 
-    def close(self) -> None:
-        os.close(self._fd)
-
-    def _replay(self) -> int:
-        """Returns where the next record goes. Raises SpoolError when records in the middle are
-        damaged: a lost commit or tombstone must not pass for one that never was."""
-        end = 0
-        for entry in entries.scan(self._fd):
-            payload = entries.read(self._fd, entry)
-            if payload is None:
-                break
-            self._apply(entries.decode(payload, Record))
-            end = entry.end
-        if entries.find(self._fd, end + 1) is not None:
-            raise SpoolError(f"{self._path} is damaged at byte {end}, and whole records follow")
-        os.ftruncate(self._fd, end)  # what is beyond is a torn record, or zeros
-        return end
-
-    def _reserve(self, size: int) -> None:
-        """Room for a record; more of it while the disk has some."""
-        if self._room() < size:
-            os.posix_fallocate(self._fd, self._end, size + RESERVE_BYTES)
-
-    def _room(self) -> int:
-        return os.fstat(self._fd).st_size - self._end
-
-    def _apply(self, record: Record) -> None:
+    def apply(self, record: Record) -> None:
         match record:
             case Commit():
-                self.commits = [*self.commits, record][-self._keep_commits :]
+                before = [] if record.rollback else self.commits
+                self.commits = [*before, record][-self._keep_commits :]
+                self._regenerate(IdSet.from_wire(record.regenerated))
             case Tombstone():
                 self.tombstones[record.id] = record
             case Term():
                 self.term = record
+            case Suspects():
+                self.suspects = dict(record.counts)
+            case Void():
+                self.voids[record.segment, record.offset] = record
+                self._regenerate(IdSet([record.id]))
+            case Owned():
+                self.owned = record
+                self._regenerate(IdSet.from_wire(record.regenerated))
+            case Regenerated():
+                self._regenerate(IdSet.from_wire(record.ids))
+
+    def records(self, segments: set[int]) -> Iterator[Record]:
+        """The fewest records that add up to this state, in a spool that still has `segments`."""
+        if self.owned is not None:
+            yield Owned(self.owned.shards, self.owned.lost)
+        if self.term is not None:
+            yield self.term
+        yield Regenerated(self.regenerated.to_wire())
+        yield Suspects(list(self.suspects.items()))
+        yield from (void for void in self.voids.values() if void.segment in segments)
+        yield from self.tombstones.values()
+        yield from self.commits
+
+    def _regenerate(self, ids: IdSet) -> None:
+        if ids:
+            regenerated = self.regenerated.copy()  # others may be reading the one there is
+            regenerated.update(ids)
+            self.regenerated = regenerated

@@ -50,6 +50,10 @@ class Entry(NamedTuple):
     checksum: int
 
     @property
+    def start(self) -> int:
+        return self.payload_offset - HEADER_BYTES
+
+    @property
     def end(self) -> int:
         return self.payload_offset + self.payload_bytes
 
@@ -60,24 +64,27 @@ def header(kind: Kind, payload: bytes | memoryview) -> bytes:
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def scan(fd: int, start: int = 0) -> Iterator[Entry]:
+def scan(fd: int, start: int = 0, size: int | None = None) -> Iterator[Entry]:
     """Entries of a file whose headers hold, in order, until the first that does not.
 
-    Payloads are not read: `read` checks the one of an entry that is not a chunk.
+    Payloads are not read: `read` checks the one of an entry that is not a chunk. `size` is where
+    to stop: the file may be growing.
     Raises SpoolError for an entry that was written whole, by a newer version.
     """
-    size = os.fstat(fd).st_size
+    size = os.fstat(fd).st_size if size is None else size
     while (entry := _parse(os.pread(fd, HEADER_BYTES, start), start)) and entry.end <= size:
         yield entry
         start = entry.end
 
 
-def find(fd: int, start: int) -> int | None:
+def find(fd: int, start: int, size: int | None = None) -> int | None:
     """Offset of the next entry whose header holds, at or after start: what lies before it is
     damage in the middle of a file, not a torn tail."""
-    size = os.fstat(fd).st_size
+    size = os.fstat(fd).st_size if size is None else size
     while start < size:
-        block = os.pread(fd, _SEARCH_BYTES, start)
+        block = os.pread(fd, min(_SEARCH_BYTES, size - start), start)
+        if not block:
+            return None  # the file was cut meanwhile
         at = block.find(MAGIC)
         while at >= 0:
             if _parse(os.pread(fd, HEADER_BYTES, start + at), start + at):
@@ -107,10 +114,11 @@ def decode(payload: bytes, kind: Any) -> Any:
 
 def write(fd: int, offset: int, kind: Kind, payload: bytes | memoryview) -> int:
     """Write one entry at offset; returns the offset behind it. Raises OSError."""
-    return _pwrite(fd, payload, _pwrite(fd, header(kind, payload), offset))
+    return write_all(fd, payload, write_all(fd, header(kind, payload), offset))
 
 
-def _pwrite(fd: int, data: bytes | memoryview, offset: int) -> int:
+def write_all(fd: int, data: bytes | memoryview, offset: int) -> int:
+    """Returns the offset behind it. Raises OSError."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, offset)

@@ -9,6 +9,12 @@ import msgspec
 
 from draftfeed_producer.spool import entries
 from draftfeed_producer.spool.entries import Entry, Kind
+from draftfeed_producer.spool.files import (
+    preallocate,
+    release_spare,
+    spare_bytes,
+    sync_directory,
+)
 from draftfeed_proto import chunk
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
@@ -34,6 +40,27 @@ class Record(msgspec.Struct, frozen=True):
     chunks: tuple[tuple[int, int], ...]
     """(offset, bytes) of each frame in the segment file."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """(segment, offset): no other record ever lies there."""
+        return self.segment, self.chunks[0][0] - entries.HEADER_BYTES
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """Bytes of a segment that are not what was written."""
+
+    segment: int
+    start: int
+    stop: int
+    id: SampleId | None = None
+    """Of the sample they belong to, when its header can still be read."""
+    key: str = ""
+    reason: str = ""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.segment, self.start
+
 
 class Segment:
     """One file. Written by one thread; `read_chunk` may be called from any."""
@@ -42,7 +69,9 @@ class Segment:
         self.path, self.number = path, number
         self._fd = fd
         self.end = end
+        self._reserved = end
         self.ids: set[SampleId] = set()
+        """Of the samples for which it must be kept."""
 
     @classmethod
     def create(cls, path: Path, number: int, stream_id: str) -> "Segment":
@@ -59,20 +88,29 @@ class Segment:
         return segment
 
     @classmethod
-    def open(cls, path: Path, number: int, *, last: bool) -> tuple["Segment", list[Record]]:
-        """The segment and its whole records. In the last one every byte is verified, and what
-        follows the last good record is cut off: it was being written when the producer died."""
+    def open(
+        cls, path: Path, number: int, *, last: bool
+    ) -> tuple["Segment", list[Record], list[Damage]]:
+        """The segment, its whole records and what is damaged. In the last one every byte is
+        verified, and what follows the last good record is cut off: it was being written when the
+        producer died."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             segment = cls(path, number, fd, os.fstat(fd).st_size)
-            records = list(segment._records(verify=last))
             if last:
                 segment._cut_tail()
+            found = list(scan_records(fd, number, verify=last, sealed=not last))
         except BaseException:
             os.close(fd)
             raise
+        records = [record for record in found if isinstance(record, Record)]
         segment.ids = {record.header.id for record in records}
-        return segment, records
+        return segment, records, [damage for damage in found if isinstance(damage, Damage)]
+
+    @property
+    def spare_bytes(self) -> int:
+        """Blocks taken ahead of what is written."""
+        return spare_bytes(self._fd)
 
     def append(self, frames: Iterable[bytes], header_of: HeaderOf) -> Record:
         """Write one record; the header is made when its frames are counted.
@@ -95,9 +133,19 @@ class Segment:
         self.end = end
         return Record(sample, self.number, tuple(spans))
 
+    def reserve(self, ahead_bytes: int) -> None:
+        """Take blocks ahead of the end, when half of what was taken before is used up."""
+        if self._reserved - self.end < ahead_bytes // 2:
+            preallocate(self._fd, self.end + ahead_bytes)
+            self._reserved = self.end + ahead_bytes
+
     def read_chunk(self, record: Record, index: int) -> bytes:
         offset, size = record.chunks[index]
         return os.pread(self._fd, size, offset)
+
+    def seal(self) -> None:
+        """Nothing is appended any more: what was taken ahead goes back to the disk."""
+        release_spare(self._fd)
 
     def sync(self) -> None:
         os.fdatasync(self._fd)
@@ -110,50 +158,13 @@ class Segment:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _stretches(self) -> Iterator[Iterator[Entry]]:
-        """The entries, one iterator for each stretch between damaged bytes."""
-        start: int | None = 0
-        while start is not None:
-            if start:
-                logger.warning("%s: damaged bytes before %d are passed over", self.path, start)
-            end = start
-            for entry in entries.scan(self._fd, start):
-                end = entry.end
-            yield entries.scan(self._fd, start)
-            start = entries.find(self._fd, end + 1)
-
-    def _records(self, *, verify: bool) -> Iterator[Record]:
-        for stretch in self._stretches():
-            spans: list[Entry] = []
-            for entry in stretch:
-                if entry.kind is Kind.CHUNK:
-                    spans.append(entry)
-                elif entry.kind is Kind.SAMPLE:
-                    record = self._record(spans, entry, verify=verify)
-                    if record is not None:
-                        yield record
-                    spans = []
-
-    def _record(self, spans: list[Entry], entry: Entry, *, verify: bool) -> Record | None:
-        payload = entries.read(self._fd, entry)
-        whole = payload is not None and (not verify or all(map(self._frame_holds, spans)))
-        header = entries.decode(payload, SampleHeader) if payload is not None and whole else None
-        if header is None or header.chunks != len(spans):
-            logger.warning("%s: damaged record at %d will be made again", self.path, entry.end)
-            return None
-        return Record(
-            header, self.number, tuple((e.payload_offset, e.payload_bytes) for e in spans)
-        )
-
-    def _frame_holds(self, entry: Entry) -> bool:
-        try:
-            chunk.verify(entries.read(self._fd, entry) or b"")
-        except ProtoError:
-            return False
-        return True
-
     def _cut_tail(self) -> None:
-        whole = (e for stretch in self._stretches() for e in stretch if e.kind is not Kind.CHUNK)
+        whole = (
+            entry
+            for stretch in _stretches(self._fd, self.end)
+            for entry in stretch
+            if entry.kind is not Kind.CHUNK
+        )
         end = max((entry.end for entry in whole), default=0)
         if end < self.end:
             logger.warning("%s: cut a torn tail of %d bytes", self.path, self.end - end)
@@ -161,10 +172,77 @@ class Segment:
             self.end = end
 
 
-def sync_directory(path: Path) -> None:
-    """Make names created, renamed or unlinked in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def scan_records(fd: int, number: int, *, verify: bool, sealed: bool) -> Iterator[Record | Damage]:
+    """Records of a segment in order, and what is damaged between them.
+
+    `verify` reads every chunk and checks its checksum. `sealed`: nothing is appended any more, so
+    that a record without an end is damage too, and not one that is being written.
+    Raises SpoolError for what a newer version wrote.
+    """
+    size = os.fstat(fd).st_size
+    end = 0
+    for stretch in _stretches(fd, size):
+        spans: list[Entry] = []
+        for entry in stretch:
+            spans.append(entry)
+            if entry.kind is Kind.CHUNK:
+                continue
+            if entry.kind is Kind.SAMPLE:
+                yield from _closed(fd, number, end, spans, verify=verify)
+            end = entry.end
+            spans = []
+    if sealed and end < size:
+        yield Damage(number, end, size, reason="a sample is cut short")
+
+
+def _closed(
+    fd: int, number: int, end: int, spans: list[Entry], *, verify: bool
+) -> Iterator[Record | Damage]:
+    """The record that the last of these entries closes. The one before it ended at `end`: what
+    lies between cannot be read, and is its own when it is damaged, or else was another's."""
+    found = _record(fd, number, spans[:-1], spans[-1], verify=verify)
+    start = spans[0].start
+    if end < start and isinstance(found, Damage):
+        found = msgspec.structs.replace(found, start=end)
+    elif end < start:
+        yield Damage(number, end, start, reason="a sample cannot be read")
+    yield found
+
+
+def _stretches(fd: int, size: int) -> Iterator[Iterator[Entry]]:
+    """The entries, one iterator for each stretch between damaged bytes."""
+    start: int | None = 0
+    while start is not None:
+        end = start
+        for entry in entries.scan(fd, start, size):
+            end = entry.end
+        yield entries.scan(fd, start, size)
+        start = entries.find(fd, end + 1, size)
+
+
+def _record(
+    fd: int, number: int, spans: list[Entry], entry: Entry, *, verify: bool
+) -> Record | Damage:
+    start = spans[0].start if spans else entry.start
+    payload = entries.read(fd, entry)
+    if payload is None:
+        return Damage(number, start, entry.end, reason="the header of a sample is damaged")
+    header: SampleHeader = entries.decode(payload, SampleHeader)
+    frames = tuple((e.payload_offset, e.payload_bytes) for e in spans)
+    reason = ""
+    if (len(frames), sum(size for _, size in frames)) != (header.chunks, header.encoded_bytes):
+        reason = f"{len(frames)} of {header.chunks} chunks are there"
+    elif verify:
+        reason = next(filter(None, (frame_fault(entries.read(fd, e) or b"") for e in spans)), "")
+    if reason:
+        return Damage(number, start, entry.end, header.id, header.key, reason)
+    return Record(header, number, frames)
+
+
+def frame_fault(frame: bytes) -> str:
+    """What is wrong with a chunk frame; empty when nothing is."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        chunk.verify(frame)
+    except ProtoError as error:
+        return str(error)
+    return ""

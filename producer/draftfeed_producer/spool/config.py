@@ -1,0 +1,55 @@
+"""`[spool]` of producer.toml."""
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from draftfeed_producer.spool.ranges import parse_ranges
+from draftfeed_proto import codecs
+from draftfeed_proto.limits import MAX_CHUNK_BYTES
+from draftfeed_proto.sample import DEFAULT_CHUNK_BYTES
+
+
+class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    dir: Path
+    """Where the spool lives; made when missing."""
+    quota_bytes: int = 64 << 30
+    """Generation pauses when the segments reach this size, and goes on when commits free some.
+    What the engine has begun by then is still stored: leave room for one batch more."""
+    min_free_bytes: int = 512 << 20
+    """Generation also pauses while the disk has less than this left, whoever uses it."""
+    segment_bytes: int = 256 << 20
+    """A segment is closed at this size, or at an eighth of the quota. Space comes back a segment
+    at a time."""
+    fsync: Literal["always", "interval", "never"] = "interval"
+    """When a record is forced to disk. Killing the process loses nothing under any of them, for
+    the kernel has every byte before a record is offered. When the machine stops (power, kernel):
+    `always` loses nothing, every record is on the disk before it is offered; `interval` loses at
+    most the records of the last second; `never` loses what the kernel had not written yet, about
+    half a minute. What is lost is generated again, and a commit, a term or a tombstone is on the
+    disk before it is answered, under all three."""
+    keep_checkpoints: int = 2
+    """Samples are deleted when the oldest of this many last checkpoints contains them."""
+    codec: str = "zstd"
+    """raw or zstd."""
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    """Decoded bytes of one chunk, 1-8 MiB."""
+    audit: bool = False
+    """Store a digest of every sample's tensors, taken before encoding; consumers compare it."""
+    shards: str = ""
+    """Shards of the prompt file that this producer generates, such as "0-3,8"; empty: all. Chosen
+    when the spool is made; `draftfeed shards` moves shards between spools afterwards."""
+
+    def __post_init__(self) -> None:
+        for field in ("quota_bytes", "segment_bytes", "keep_checkpoints", "chunk_bytes"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}, it must be at least 1")
+        if self.min_free_bytes < 0:
+            raise ValueError(f"min_free_bytes is {self.min_free_bytes}, it must not be negative")
+        if self.chunk_bytes > MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes is {self.chunk_bytes}, the limit is {MAX_CHUNK_BYTES}")
+        if self.codec not in codecs.names():
+            raise ValueError(f"codec is {self.codec!r}, known are {', '.join(codecs.names())}")
+        if self.shards:
+            parse_ranges(self.shards)

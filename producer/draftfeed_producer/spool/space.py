@@ -1,0 +1,48 @@
+"""Whether a spool may grow."""
+
+from pathlib import Path
+
+from draftfeed_producer.spool.config import SpoolConfig
+from draftfeed_producer.spool.files import free_bytes
+
+
+class Space:
+    """The limits of a spool's size: its quota, the disk's free space, and a disk that is full."""
+
+    def __init__(self, config: SpoolConfig) -> None:
+        self._directory: Path = config.dir
+        self._quota_bytes = config.quota_bytes
+        self._floor_bytes = config.min_free_bytes
+        self._full = ""
+        self._wanted_bytes = 0
+
+    def refused(self, cause: OSError, wanted_bytes: int) -> None:
+        """The disk did not take a record of that size."""
+        self._full = f"the disk is full: {cause.strerror}"
+        self._wanted_bytes = wanted_bytes
+
+    def accepted(self) -> None:
+        self._full, self._wanted_bytes = "", 0
+
+    def left(self, spare_bytes: int) -> int:
+        """Bytes that others leave us, down to the floor; below zero when it is passed."""
+        return free_bytes(self._directory) + spare_bytes - self._floor_bytes
+
+    def has_room(self, used_bytes: int, spare_bytes: int) -> bool:
+        left = self.left(spare_bytes)
+        return used_bytes < self._quota_bytes and left >= 0 and left >= self._wanted_bytes
+
+    def alarm(self, used_bytes: int, spare_bytes: int) -> str:
+        """Why it may not; empty when it may."""
+        if self._full:
+            return self._full
+        if used_bytes >= self._quota_bytes:
+            return f"the spool holds {used_bytes} bytes, quota_bytes is {self._quota_bytes}"
+        if (left := self.left(spare_bytes)) < 0:
+            free = left + self._floor_bytes
+            return f"the disk has {free} bytes left, min_free_bytes is {self._floor_bytes}"
+        return ""
+
+    def capacity(self, used_bytes: int, spare_bytes: int) -> int:
+        """To what the spool can grow, by whichever limit is met first."""
+        return max(1, min(self._quota_bytes, used_bytes + max(0, self.left(spare_bytes))))
