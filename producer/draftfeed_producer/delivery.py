@@ -6,10 +6,10 @@ durable before the next action is carried out. Times are monotonic seconds.
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 from draftfeed_producer import answers
-from draftfeed_producer.authority import Authority, HeaderOf
+from draftfeed_producer.authority import Authority
 from draftfeed_producer.distribution import Distribution
 from draftfeed_producer.fencing import Fencing
 from draftfeed_producer.session import (
@@ -25,8 +25,10 @@ from draftfeed_producer.session import (
     Void,
     random_name,
 )
+from draftfeed_producer.spool import Spool
 from draftfeed_producer.spool.control import Term
 from draftfeed_producer.stock import Stock
+from draftfeed_producer.stored import Stored
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import DescriptorMismatch, IncompatibleVersion
@@ -38,22 +40,6 @@ logger = logging.getLogger(__name__)
 MAX_NACKS = 5
 """A sample refused this often as damaged is quarantined instead of being sent for ever."""
 TERMINAL_STATES = ("rejected", "quarantined", "tail")
-
-
-class Stored(NamedTuple):
-    """What a spool says, after a start or a restart."""
-
-    committed: IdSet
-    commit_term: int
-    commit_number: int
-    term: Term | None
-    suspects: dict[SampleId, int]
-    tombstones: dict[SampleId, str]
-    """State of each."""
-    regenerated: IdSet
-    samples: list[SampleHeader]
-    """Neither committed nor terminal, oldest first."""
-    header_of: HeaderOf
 
 
 class Delivery:
@@ -92,6 +78,11 @@ class Delivery:
         self._nacks: dict[SampleId, int] = {}
         for header in stored.samples:
             self.stock.add(header)
+
+    @classmethod
+    def of(cls, spool: Spool, descriptor: Descriptor, prompts: IdSet, **options: Any) -> "Delivery":
+        """The state that a spool's contents mean. options: the constructor's."""
+        return cls(descriptor, spool.shards, prompts, Stored.of(spool), **options)
 
     @property
     def committed(self) -> IdSet:

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,21 +14,40 @@ from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.server import Listener, Server, ServerConfig
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_proto.descriptor import Expectation
+from draftfeed_proto.ids import IdSet, SampleId, Shards
 from samples import DATASET, DESCRIPTOR, sample
+
+PROMPTS = 1000
+"""Lines of the prompt file that there is none of; 16 a shard."""
 
 
 class Producer:
     """Spool, delivery and server; the test plays the engine."""
 
-    def __init__(self, directory: Path, bind: str = "tcp://127.0.0.1:*", **spool: object) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        bind: str = "tcp://127.0.0.1:*",
+        *,
+        session_timeout_seconds: float = 0.3,
+        **spool: object,
+    ) -> None:
         self._config = SpoolConfig(dir=directory, audit=True, **spool)  # type: ignore[arg-type]
+        self._timeout_seconds = session_timeout_seconds
         self._start(bind)
 
     def _start(self, bind: str) -> None:
-        self.spool = Spool(self._config, DESCRIPTOR, DATASET)
+        self.spool = Spool(self._config, DESCRIPTOR, Shards(DATASET, 0, (0, -(-PROMPTS // 16))))
         listener = Listener(ServerConfig(bind=bind))
         self.address = listener.address
-        self.server = Server(listener, self.spool, Delivery.of(self.spool, DESCRIPTOR))
+        delivery = Delivery.of(
+            self.spool,
+            DESCRIPTOR,
+            IdSet(SampleId(DATASET, 0, n // 16, n) for n in range(PROMPTS)),
+            session_timeout_seconds=self._timeout_seconds,
+            now=time.monotonic(),
+        )
+        self.server = Server(listener, self.spool, delivery)
         self.server.start()
 
     def generate(self, ordinals: Iterable[int], rows: int = 40) -> None:

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -15,14 +13,13 @@ from draftfeed_producer.spool.control import Commit, Suspects, Term, Tombstone, 
 from draftfeed_producer.spool.control_log import ControlLog
 from draftfeed_producer.spool.directory import (
     CONTROL_LOG,
-    FORMAT,
     Owner,
     claim,
     lock,
     segment_paths,
 )
-from draftfeed_producer.spool.ranges import format_ranges, parse_ranges
-from draftfeed_producer.spool.segments import Damage, Record, Segment, frame_fault
+from draftfeed_producer.spool.samples import AHEAD_BYTES, Samples
+from draftfeed_producer.spool.segments import Damage, Record
 from draftfeed_producer.spool.space import Space
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
@@ -30,10 +27,6 @@ from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import Sample, SampleHeader, encode_chunks, header_of
 
 logger = logging.getLogger(__name__)
-
-FSYNC_INTERVAL_SECONDS = 1.0
-AHEAD_BYTES = 32 << 20
-"""Of disk blocks, taken ahead of the end of a segment."""
 
 
 class SpoolStatistics(NamedTuple):
@@ -61,33 +54,24 @@ class Spool:
         when its control log is, SpoolError when the directory cannot be used.
         """
         self._config = config
-        self._descriptor = descriptor
         self._codec = codecs.by_name(config.codec)
-        chosen = format_ranges(parse_ranges(config.shards)) if config.shards else ""
-        owner = Owner(FORMAT, descriptor, shards, chosen)
-        self._segments: dict[int, Segment] = {}
-        self._records: dict[SampleId, Record] = {}
+        self._space = Space(config)
+        segment_bytes = min(config.segment_bytes, config.quota_bytes // 8)
+        stream_id = descriptor.stream_id()
+        self._samples = Samples(config.dir, stream_id, segment_bytes, config.fsync)
         with ExitStack() as stack:
             stack.callback(os.close, lock(config.dir, create=True))
+            owner = Owner.of(descriptor, shards, config.shards)
             claim(config.dir, owner)
             self._control = ControlLog(config.dir / CONTROL_LOG, config.keep_checkpoints)
             stack.callback(self._control.close)
             self._state = self._control.state
             self._own(owner)
             self._committed = self._state.committed
-            stack.callback(self._close_segments)
-            self._load_segments()
-            self._number = max(self._segments, default=0)
-            """Of the segment that is appended to."""
+            stack.callback(self._samples.close)
+            for damage in self._samples.load(self._state.voids):
+                self._note(damage)
             self._resources = stack.pop_all()
-        self._segment_bytes = min(config.segment_bytes, config.quota_bytes // 8)
-        self._limits = Space(config)
-        self._space = threading.Condition()
-        self._busy: Segment | None = None
-        """Being written to right now."""
-        self._dirty: Segment | None = None
-        """Written to since the last sync; one that is full is synced before another begins."""
-        self._synced_at = time.monotonic()
         self._logical_bytes = 0
         self._encoded_bytes = 0
 
@@ -105,65 +89,50 @@ class Spool:
             )
 
         frames = encode_chunks(sample, self._codec, self._config.chunk_bytes)
+        ahead = self._space.left(0) > AHEAD_BYTES
         try:
-            segment = self._writable_segment()
-            record = segment.append(frames, header)
+            record = self._samples.append(frames, header, ahead=ahead)
         except OSError as error:
-            self._limits.refused(error, sample.hidden_states.nbytes)
+            self._space.refused(error, sample.hidden_states.nbytes)
             raise SpoolFull(self._config.dir, error) from error
-        finally:
-            self._busy = None
-        self._limits.accepted()
-        self._dirty = segment
-        full = not self._appendable(segment)
-        if self._config.fsync == "always" or full:
-            self._sync()
-        with self._space:
-            if full:
-                segment.seal()
-            self._records[sample.id] = record
-            self._logical_bytes += record.header.decoded_bytes
-            self._encoded_bytes += record.header.encoded_bytes
+        self._space.accepted()
+        self._logical_bytes += record.header.decoded_bytes
+        self._encoded_bytes += record.header.encoded_bytes
         return record
 
     def finished(self, id: SampleId) -> bool:
         """Whether the prompt has a record, a commit or a tombstone here."""
-        with self._space:
-            return self._is_finished(id)
+        return id in self._samples or id in self._committed or id in self._state.tombstones
 
     def wait_for_space(self, timeout_seconds: float) -> bool:
         """Whether there is room now, or within the time: under the quota, above the free-space
         floor, and on the disk when that was full. `alarm` says what is missing."""
-        with self._space:
-            if self._has_room():
-                return True
+        if self._has_room():
+            return True
         self._free()  # what was committed earlier may lie in a segment that was not full
-        with self._space:
-            return self._space.wait_for(self._has_room, timeout_seconds)
+        with self._samples.changed:
+            return self._samples.changed.wait_for(self._has_room, timeout_seconds)
 
     # used by the server's thread
 
     def deliverable(self) -> Iterator[Record]:
         """Records that are neither committed nor rejected, oldest first."""
-        with self._space:
-            records = list(self._records.values())
-        for record in records:
+        for record in self._samples.records():
             id = record.header.id
             if id not in self._committed and id not in self._state.tombstones:
                 yield record
 
     def read_chunk(self, id: SampleId, index: int) -> bytes:
         """Raises KeyError when the sample is not here."""
-        record = self._records[id]
-        return self._segments[record.segment].read_chunk(record, index)
+        return self._samples.read_chunk(id, index)
+
+    def header_of(self, id: SampleId) -> SampleHeader | None:
+        """None when it has no record here; committed samples have one until they are freed."""
+        return self._samples.record(id).header if id in self._samples else None
 
     def whole(self, id: SampleId) -> bool:
         """Whether the sample is here and every chunk of it is what was written. Reads them all."""
-        record = self._records.get(id)
-        if record is None:
-            return False
-        chunks = range(record.header.chunks)
-        return not any(frame_fault(self.read_chunk(id, index)) for index in chunks)
+        return self._samples.whole(id)
 
     def grant(self, term: Term) -> None:
         """This and the other records of the control log are on the disk when the call returns.
@@ -178,10 +147,8 @@ class Spool:
         what is not in it is unfinished again unless its record is still here.
         """
         lost = self._committed - trained if rollback else IdSet()
-        with self._space:
-            here = IdSet(id for id in [*self._records, *self._state.tombstones] if id in lost)
-        gone = (lost - here).to_wire()
-        self._store(Commit(number, trained.to_wire(), term, rollback, gone))
+        gone = lost - self._present()
+        self._store(Commit(number, trained.to_wire(), term, rollback, gone.to_wire()))
         self._committed = trained.copy()
         self._free()
 
@@ -197,11 +164,8 @@ class Spool:
     def void(self, id: SampleId, reason: str) -> None:
         """The sample's record is damaged: forget it, so that the sample is unfinished again.
         Raises KeyError when it has none."""
-        record = self._records[id]
-        self._store(Void(id, *record.place, reason))
-        with self._space:
-            del self._records[id]
-            self._segments[record.segment].ids.discard(id)
+        self._store(Void(id, *self._samples.record(id).place, reason))
+        self._samples.forget(id)
         self._free()
 
     def settle_lost(self, prompts: IdSet) -> IdSet:
@@ -211,10 +175,7 @@ class Spool:
 
         prompts: every id of the prompt file that can be used.
         """
-        with self._space:
-            mine = prompts.within(self.lost)
-            done = IdSet([*self._records, *self._state.tombstones])
-        again = mine - self._committed - done
+        again = prompts.within(self.lost) - self._committed - self._present()
         if self.lost.ranges:
             self._store(control.Owned(self.shards, _none(self.shards), again.to_wire()))
         return again
@@ -222,9 +183,7 @@ class Spool:
     def sync_when_due(self) -> None:
         """Once a second under fsync = "interval". Called by the server's thread, which goes on
         when the engine has nothing to store."""
-        due = time.monotonic() - self._synced_at >= FSYNC_INTERVAL_SECONDS
-        if self._config.fsync == "interval" and due:
-            self._sync()
+        self._samples.sync_when_due()
 
     # what it knows
 
@@ -273,13 +232,12 @@ class Spool:
     @property
     def alarm(self) -> str:
         """Why admission is paused (quota, free-space floor, full disk); empty when it is not."""
-        with self._space:
-            return self._limits.alarm(self._bytes(), self._spare())
+        return self._space.alarm(self._samples.used_bytes, self._samples.spare_bytes)
 
     @property
     def fill(self) -> float:
         """Bytes of the segments, as a share of what quota and disk let them grow to."""
-        return self._bytes() / self._capacity()
+        return self._samples.used_bytes / self._capacity()
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -287,24 +245,19 @@ class Spool:
         return self._capacity() / (self._config.keep_checkpoints + 2)
 
     def statistics(self) -> SpoolStatistics:
-        alarm = self.alarm
-        with self._space:
-            return SpoolStatistics(
-                self._bytes(),
-                self._config.quota_bytes,
-                len(self._records),
-                len(self._committed),
-                len(self._state.tombstones),
-                self._logical_bytes,
-                self._encoded_bytes,
-                alarm,
-                len(self._state.regenerated),
-            )
+        return SpoolStatistics(
+            self._samples.used_bytes,
+            self._config.quota_bytes,
+            len(self._samples),
+            len(self._committed),
+            len(self._state.tombstones),
+            self._logical_bytes,
+            self._encoded_bytes,
+            self.alarm,
+            len(self._state.regenerated),
+        )
 
     def close(self) -> None:
-        self._sync()
-        if current := self._segments.get(self._number):
-            current.seal()
         self._resources.close()
 
     # opening
@@ -318,95 +271,13 @@ class Spool:
         chosen = owner.chosen()
         self._store(control.Owned(chosen, _none(chosen)))
 
-    def _load_segments(self) -> None:
-        paths = segment_paths(self._config.dir)
-        damages: list[Damage] = []
-        for number, path in paths:
-            segment, records, bad = Segment.open(path, number, last=path == paths[-1][1])
-            self._segments[number] = segment
-            live = [record for record in records if record.place not in self._state.voids]
-            segment.ids = {record.header.id for record in live}
-            self._records.update((record.header.id, record) for record in live)
-            damages += bad
-        for damage in damages:
-            self._note(damage)
-
     def _note(self, damage: Damage) -> None:
         """Damage that nobody could know of is written down, so that it is reported for good."""
         name = damage.id or "a sample"
         where = f"segment {damage.segment}, bytes {damage.start} to {damage.stop}"
         logger.warning("%s is damaged (%s: %s)", name, where, damage.reason)
-        if damage.id and damage.place not in self._state.voids and not self._is_finished(damage.id):
+        if damage.id and not self.finished(damage.id):
             self._store(Void(damage.id, *damage.place, damage.reason))
-
-    def _close_segments(self) -> None:
-        for segment in self._segments.values():
-            segment.close()
-
-    # space
-
-    def _bytes(self) -> int:
-        return sum(segment.end for segment in list(self._segments.values()))
-
-    def _spare(self) -> int:
-        current = self._segments.get(self._number)
-        return current.spare_bytes if current is not None else 0
-
-    def _capacity(self) -> int:
-        with self._space:
-            return self._limits.capacity(self._bytes(), self._spare())
-
-    def _has_room(self) -> bool:
-        return self._limits.has_room(self._bytes(), self._spare())
-
-    def _writable_segment(self) -> Segment:
-        with self._space:
-            current = self._segments.get(self._number)
-            if current is not None and self._appendable(current):
-                self._busy = current
-        if self._busy is None:
-            self._busy = self._next_segment()
-        if self._limits.left(0) > AHEAD_BYTES:
-            self._busy.reserve(min(AHEAD_BYTES, self._segment_bytes))
-        return self._busy
-
-    def _next_segment(self) -> Segment:
-        self._number += 1
-        path = self._config.dir / f"{self._number:08d}.seg"
-        segment = Segment.create(path, self._number, self._descriptor.stream_id())
-        with self._space:
-            self._segments[self._number] = segment
-            self._busy = segment
-        return segment
-
-    def _free(self) -> None:
-        gone = self._state.freeable
-        with self._space:
-            short = not self._has_room()
-            for segment in list(self._segments.values()):
-                # One that is not full is given up only when nothing else makes room.
-                closed = short or not self._appendable(segment)
-                if segment is not self._busy and closed and self._is_over(segment, gone):
-                    self._delete(segment)
-            self._space.notify_all()
-
-    def _delete(self, segment: Segment) -> None:
-        del self._segments[segment.number]
-        for id in segment.ids:
-            if id in self._records and self._records[id].segment == segment.number:
-                del self._records[id]
-        segment.unlink()
-
-    def _appendable(self, segment: Segment) -> bool:
-        return segment.number == self._number and segment.end < self._segment_bytes
-
-    def _is_over(self, segment: Segment, gone: IdSet) -> bool:
-        return all(id in gone or id in self._state.tombstones for id in segment.ids)
-
-    def _is_finished(self, id: SampleId) -> bool:
-        return id in self._records or id in self._committed or id in self._state.tombstones
-
-    # durability
 
     def _store(self, record: control.Record) -> None:
         try:
@@ -414,14 +285,21 @@ class Spool:
         except OSError as error:
             raise SpoolFull(self._config.dir, error) from error
 
-    def _sync(self) -> None:
-        if self._config.fsync == "never":
-            return
-        self._synced_at = time.monotonic()
-        with self._space:  # a segment is closed under this lock
-            segment, self._dirty = self._dirty, None
-            if segment is not None and segment.number in self._segments:
-                segment.sync()
+    def _present(self) -> IdSet:
+        """Samples that have a record or a tombstone."""
+        return IdSet([*(r.header.id for r in self._samples.records()), *self._state.tombstones])
+
+    def _free(self) -> None:
+        gone = self._state.freeable
+        self._samples.free(
+            lambda id: id in gone or id in self._state.tombstones, short=not self._has_room()
+        )
+
+    def _has_room(self) -> bool:
+        return self._space.has_room(self._samples.used_bytes, self._samples.spare_bytes)
+
+    def _capacity(self) -> int:
+        return self._space.capacity(self._samples.used_bytes, self._samples.spare_bytes)
 
 
 def _none(shards: Shards) -> Shards:
