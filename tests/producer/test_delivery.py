@@ -2,399 +2,333 @@
 
 import pytest
 
-from draftfeed_producer.delivery import MAX_NACKS, OFFERED_SAMPLES, Delivery
-from draftfeed_producer.session import (
-    Action,
-    Send,
-    SendChunk,
-    StoreCommit,
-    StoreTerm,
-    StoreTombstone,
+from delivery_members import (
+    ALICE,
+    BOB,
+    FRAME_BYTES,
+    Member,
+    done,
+    header,
+    id_of,
+    ids,
+    names,
+    offered,
+    producer,
+    said,
 )
-from draftfeed_proto import codecs
+from draftfeed_producer.delivery import Delivery
+from draftfeed_producer.distribution import OFFERED_SAMPLES
+from draftfeed_producer.session import StoreCommit
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Expectation
-from draftfeed_proto.ids import IdSet, SampleId
-from draftfeed_proto.sample import SampleHeader, encode_chunks, header_of
-from samples import DESCRIPTOR, sample
-
-ALICE, BOB = b"alice", b"bob"
-
-
-def header(ordinal: int) -> SampleHeader:
-    frames = list(encode_chunks(sample(ordinal, rows=6), codecs.by_name("raw"), chunk_bytes=1024))
-    size = sum(map(len, frames))
-    return header_of(sample(ordinal, rows=6), chunks=len(frames), encoded_bytes=size, audit=False)
-
-
-def id_of(ordinal: int) -> SampleId:
-    return sample(ordinal, rows=1).id
-
-
-class Member:
-    """A member that answers by hand, against a delivery without I/O."""
-
-    def __init__(self, delivery: Delivery, sender: bytes = ALICE, incarnation: str = "1") -> None:
-        self.delivery, self.sender = delivery, sender
-        self.fence = m.Fence(group="g", member="0", incarnation=incarnation)
-        self.granted: m.Granted | None = None
-
-    def attach(self, trained: IdSet | None = None, held: list[SampleId] | None = None) -> list[str]:
-        for action in self.delivery.received(self.sender, self.fence):
-            if isinstance(action, Send) and isinstance(action.message, m.Granted):
-                self.granted = action.message
-        wire = (trained or IdSet()).to_wire()
-        return names(self.say(m.Open, trained=wire, held=held or []))
-
-    def say(self, kind: type[m.InSession], **fields: object) -> list[Action]:
-        assert self.granted is not None
-        session = {"term": self.granted.term, "session": self.granted.session}
-        return self.delivery.received(self.sender, kind(**session, **fields))  # type: ignore[arg-type]
-
-    def receive(self, credit_bytes: int = 1 << 30) -> list[int]:
-        """Everything that may be sent now; the ordinals of whole samples."""
-        self.say(m.Credit, total_bytes=credit_bytes)
-        whole: list[int] = []
-        while actions := self.delivery.next_chunk():
-            for action in actions:
-                if isinstance(action, SendChunk):
-                    self.delivery.sent(self.sender, 1000)
-                    whole.append(action.message.id.ordinal)
-        return list(dict.fromkeys(whole))
-
-
-def names(actions: list[Action]) -> list[str]:
-    return [
-        type(a.message).__name__ if isinstance(a, Send | SendChunk) else type(a).__name__
-        for a in actions
-    ]
+from draftfeed_proto.ids import IdSet
 
 
 @pytest.fixture
 def delivery() -> Delivery:
-    return Delivery(
-        DESCRIPTOR,
-        committed=IdSet(),
-        commit_number=0,
-        term=0,
-        stored=[header(k) for k in range(4)],
-    )
+    return producer(4)
 
 
-def test_term_is_durable_before_it_is_granted(delivery: Delivery) -> None:
-    actions = delivery.received(ALICE, Member(delivery).fence)
-    assert names(actions) == ["StoreTerm", "Granted"]
-    assert actions[0] == StoreTerm(1, "g", "1")
+@pytest.fixture
+def member(delivery: Delivery) -> Member:
+    """Attached, with everything offered."""
+    one = Member(delivery)
+    assert names(one.attach()) == ["Opened", "Offer"]
+    return one
 
 
-def test_commit_is_durable_before_it_is_acknowledged(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0)])
-    member.receive()
-    trained = IdSet([id_of(0)])
-    actions = member.say(m.Commit, number=1, trained=trained.to_wire())
-    assert names(actions) == ["StoreCommit", "Committed"]
-    assert actions[0] == StoreCommit(1, trained)
+# what is sent
 
 
-def test_repeated_commit_is_acknowledged_and_stored_once(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0)])
-    member.receive()
-    trained = IdSet([id_of(0)]).to_wire()
-    for expected in (["StoreCommit", "Committed"], ["Committed"]):
-        assert names(member.say(m.Commit, number=1, trained=trained)) == expected
-
-
-def test_nothing_is_sent_before_it_is_granted_and_credited(delivery: Delivery) -> None:
-    member = Member(delivery)
-    assert member.attach() == ["Opened", "Offer"]
+def test_nothing_is_sent_before_it_is_granted_and_credited(member: Member) -> None:
     assert member.receive() == []
-    member.say(m.Grant, ids=[id_of(0), id_of(1)])
+    member.grant(0, 1)
     assert member.receive(credit_bytes=0) == [0, 1]  # credit is cumulative: the first one stands
 
 
-def test_chunks_stop_when_credit_is_used_up(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0)])
-    member.say(m.Credit, total_bytes=1)
-    sent = [delivery.next_chunk(), delivery.next_chunk()]
-    delivery.sent(ALICE, 1000)
-    assert names(sent[0]) == ["Begin"]
-    assert names(sent[1]) == ["Chunk"]
-    assert delivery.next_chunk() == []
+def test_chunks_stop_when_credit_is_used_up(delivery: Delivery, member: Member) -> None:
+    member.grant(0)
+    assert member.receive(credit_bytes=FRAME_BYTES) == []
+    assert delivery.next_chunk(ALICE) == []
     assert delivery.starved_of_credit
-
-
-def test_offers_are_bounded(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    for ordinal in range(4, 2 * OFFERED_SAMPLES):
-        delivery.stored(header(ordinal))
-    assert delivery.session is not None
-    assert len(delivery.session.offered) == OFFERED_SAMPLES
-
-
-def test_grant_of_a_sample_never_offered_is_ignored(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(99)])
-    assert member.receive() == []
-
-
-def test_leases_of_a_vanished_member_go_back_in_order(delivery: Delivery) -> None:
-    first = Member(delivery)
-    first.attach()
-    first.say(m.Grant, ids=[id_of(2), id_of(0)])
-    first.receive()
-    delivery.disconnected(ALICE)
-    second = Member(delivery, BOB, "2")
-    second.attach()
-    second.say(m.Grant, ids=[id_of(k) for k in range(4)])
-    assert second.receive() == [0, 1, 2, 3]
-
-
-def test_reattached_member_keeps_what_it_holds(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0), id_of(1)])
-    member.receive()
-    delivery.disconnected(ALICE)
-    again = Member(delivery, BOB, "1")
-    again.attach(held=[id_of(0)])
-    again.say(m.Grant, ids=[id_of(k) for k in range(4)])
-    assert again.receive() == [1, 2, 3]
-    assert delivery.leased == 4
-
-
-def test_half_sent_sample_is_sent_again_whole(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0)])
-    member.say(m.Credit, total_bytes=1)
-    delivery.next_chunk()
-    delivery.next_chunk()
-    again = Member(delivery, BOB, "1")
-    again.attach()
-    again.say(m.Grant, ids=[id_of(0)])
-    again.say(m.Credit, total_bytes=1 << 30)
-    assert names(delivery.next_chunk()) == ["Begin"]
-    (chunk,) = delivery.next_chunk()
-    assert isinstance(chunk, SendChunk)
-    assert chunk.message.index == 0
-
-
-def test_messages_of_an_old_session_do_nothing(delivery: Delivery) -> None:
-    old = Member(delivery)
-    old.attach()
-    new = Member(delivery, BOB, "1")
-    new.attach()
-    assert names(old.say(m.Commit, number=9, trained=[])) == ["Refused"]
-    forged = m.Grant(term=1, session="forged", ids=[id_of(0)])
-    assert names(delivery.received(BOB, forged)) == ["Refused"]
-    assert len(delivery.committed) == 0
-
-
-def test_second_process_is_refused_while_the_first_is_attached(delivery: Delivery) -> None:
-    Member(delivery).attach()
-    (refusal,) = delivery.received(BOB, Member(delivery, BOB, "2").fence)
-    assert isinstance(refusal, Send)
-    assert isinstance(refusal.message, m.Refused)
-    assert refusal.message.code == "held"
-
-
-def test_older_major_version_is_refused_with_both(delivery: Delivery) -> None:
-    fence = m.Fence(version=(0, 9), group="g", member="0", incarnation="1")
-    (refusal,) = delivery.received(ALICE, fence)
-    assert isinstance(refusal, Send)
-    assert "0.9 cannot talk to 1.0" in str(refusal.message)
-
-
-def test_mismatch_is_refused_before_any_term_is_spent(delivery: Delivery) -> None:
-    expect = Expectation(layer_ids=(0, 1))
-    fence = m.Fence(group="g", member="0", incarnation="1", expect=expect)
-    assert names(delivery.received(ALICE, fence)) == ["Refused"]
-    assert delivery.term == 0
-
-
-def test_damaged_sample_is_offered_again_and_quarantined_in_the_end(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    for attempt in range(1, MAX_NACKS + 1):
-        member.say(m.Grant, ids=[id_of(0)])
-        assert member.receive() == [0]
-        actions = member.say(m.Nack, id=id_of(0), reason="checksum")
-        assert names(actions)[0] == ("Offer" if attempt < MAX_NACKS else "StoreTombstone")
-
-
-def test_end_comes_after_the_last_chunk_and_again_after_a_damaged_one(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    assert delivery.finish() == []
-    member.say(m.Grant, ids=[id_of(k) for k in range(4)])
-    member.say(m.Credit, total_bytes=1 << 30)
-    sent = [action for actions in iter(delivery.next_chunk, []) for action in actions]
-    assert names(sent)[-2:] == ["Chunk", "EndOfSamples"]
-    assert names(sent).count("EndOfSamples") == 1
-    assert names(member.say(m.Nack, id=id_of(3), reason="x")) == ["Offer"]
-    member.say(m.Grant, ids=[id_of(3)])
-    sent = [action for actions in iter(delivery.next_chunk, []) for action in actions]
-    assert names(sent)[-1] == "EndOfSamples"
-
-
-def test_last_damaged_sample_does_not_leave_the_member_waiting(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    delivery.finish()
-    member.say(m.Grant, ids=[id_of(k) for k in range(4)])
-    member.receive()
-    actions: list[Action] = []
-    for _ in range(MAX_NACKS):
-        actions = member.say(m.Nack, id=id_of(3), reason="x")
-        member.say(m.Grant, ids=[id_of(3)])
-        member.receive()
-    assert names(actions) == ["StoreTombstone", "EndOfSamples"]
-
-
-def test_everything_terminal_is_said_after_commits_and_rejections(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    delivery.finish()
-    member.say(m.Grant, ids=[id_of(k) for k in range(4)])
-    member.receive()
-    rejection = member.say(m.Reject, id=id_of(3), reason="non-finite")
-    assert rejection[0] == StoreTombstone(id_of(3), "rejected", "non-finite")
-    trained = IdSet(id_of(k) for k in range(3))
-    actions = member.say(m.Commit, number=1, trained=trained.to_wire())
-    assert names(actions) == ["StoreCommit", "Committed", "EndOfSamples", "AllTerminal"]
-    assert delivery.all_terminal
-
-
-def test_released_samples_come_back(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0)])
-    member.receive()
-    assert names(member.say(m.Release, ids=[id_of(0)])) == ["Offer"]
-    member.say(m.Grant, ids=[id_of(0)])
     assert member.receive() == [0]
 
 
-def test_checkpoint_older_than_the_last_commit_is_refused(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0), id_of(1)])
-    member.receive()
-    member.say(m.Commit, number=3, trained=IdSet([id_of(0), id_of(1)]).to_wire())
-    delivery.disconnected(ALICE)
-    assert Member(delivery, BOB, "2").attach(trained=IdSet([id_of(0)])) == ["Refused"]
-    assert delivery.session is None
+def test_offers_are_bounded(delivery: Delivery, member: Member) -> None:
+    offers = [delivery.stored(header(ordinal)) for ordinal in range(4, 2 * OFFERED_SAMPLES)]
+    assert sum(len(offered(actions)) for actions in offers) == OFFERED_SAMPLES - 4
+    assert len(offered(member.grant(0, 1))) == 2
 
 
-def test_checkpoint_newer_than_the_last_commit_is_adopted(delivery: Delivery) -> None:
-    trained = IdSet([id_of(0), id_of(2)])
-    names_of = Member(delivery).attach(trained=trained)
-    assert names_of == ["StoreCommit", "Opened", "Offer"]
-    assert delivery.committed == trained
+def test_grant_of_a_sample_never_offered_is_ignored(member: Member) -> None:
+    member.grant(99)
+    assert member.receive() == []
 
 
-@pytest.mark.parametrize("kind", [m.Nack, m.Reject])
-def test_unknown_sample_is_ignored(delivery: Delivery, kind: type[m.InSession]) -> None:
-    member = Member(delivery)
-    member.attach()
-    assert member.say(kind, id=id_of(77), reason="x") == []
-
-
-def test_checkpoint_is_asked_for_once_for_each_commit(delivery: Delivery) -> None:
-    assert delivery.short_of_space(0) == []
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0), id_of(1)])
-    member.receive()
-    assert names(delivery.short_of_space(1)) == ["CheckpointWanted"]
-    assert delivery.short_of_space(1) == []
-    member.say(m.Commit, number=1, trained=IdSet([id_of(0)]).to_wire())
-    assert delivery.short_of_space(1 << 20) == []  # too little to be worth one
-    assert names(delivery.short_of_space(1)) == ["CheckpointWanted"]
-
-
-def test_commit_that_takes_samples_away_ends_the_session(delivery: Delivery) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0)])
-    member.receive()
-    member.say(m.Commit, number=1, trained=IdSet([id_of(0)]).to_wire())
-    (refusal,) = member.say(m.Commit, number=2, trained=[])
-    assert isinstance(refusal, Send)
-    assert "without 1 samples" in str(refusal.message)
-    assert delivery.session is None
-    assert delivery.committed == IdSet([id_of(0)])
-
-
-@pytest.mark.parametrize("ranges", [[0, 1 << 39], [2, 3]])
-def test_commit_of_samples_never_given_out_frees_nothing(
-    delivery: Delivery, ranges: list[int]
+def test_mismatch_and_another_major_version_are_refused_before_a_term_is_spent(
+    delivery: Delivery,
 ) -> None:
-    member = Member(delivery)
-    member.attach()
-    member.say(m.Grant, ids=[id_of(0)])
-    actions = member.say(m.Commit, number=1, trained=[(*id_of(0).partition, ranges)])
-    assert names(actions) == ["Refused"]
+    mismatch = Member(delivery, expect=Expectation(layer_ids=(0, 1))).refused()
+    assert (mismatch.code, "(0, 1)" in mismatch.reason) == ("mismatch", True)
+    version = Member(delivery, version=(0, 9)).refused()
+    assert (version.code, "0.9 cannot talk to 1.0" in version.reason) == ("version", True)
+    assert delivery.fencing.number == 0
+
+
+def test_samples_are_shared_out_among_the_ranks_and_none_is_offered_twice() -> None:
+    delivery = producer(200)
+    ranks = [Member(delivery, name, rank, 2) for rank, name in enumerate((ALICE, BOB))]
+    first, second = (offered(rank.attach()) for rank in ranks)
+    assert first
+    assert second
+    assert not set(first) & set(second)
+
+
+# leases
+
+
+def test_leases_of_a_lost_member_stay_with_it_however_long_it_is_away(
+    delivery: Delivery, member: Member
+) -> None:
+    """It may be compiling, and have trained them."""
+    member.take(0, 1)
+    actions = member.lose(now=1.0)
+    assert offered(actions) == []
+    delivery.ping(ALICE)
+    other = Member(delivery, BOB, rank=1)
+    other.attach(now=1e6)
+    assert other.grant(0, 1, 2, 3) is not None
+    assert other.receive() == [2, 3]
+
+
+def test_what_was_only_offered_to_a_lost_member_goes_to_another() -> None:
+    delivery = producer(4)
+    ranks = [Member(delivery, name, rank, 2) for rank, name in enumerate((ALICE, BOB))]
+    for rank in ranks:
+        rank.attach()
+    assert offered(ranks[0].lose()) == [0, 1, 2, 3]
+
+
+def test_leases_of_a_lost_group_go_back_in_order(delivery: Delivery, member: Member) -> None:
+    member.take(2, 0)
+    member.lose()
+    second = Member(delivery, BOB, incarnation="second", term=2)
+    assert offered(second.attach(now=11.0)) == [0, 1, 2, 3]
+
+
+def test_reattached_member_keeps_what_it_holds_and_the_rest_goes_back(
+    delivery: Delivery, member: Member
+) -> None:
+    member.take(0, 1)
+    member.lose()
+    again = Member(delivery, BOB)
+    assert offered(again.attach(held=[id_of(0)])) == [1, 2, 3]
+    assert delivery.fencing.leased == {id_of(0)}
+
+
+def test_a_member_cannot_claim_what_another_holds() -> None:
+    delivery = producer(4)
+    ranks = [Member(delivery, name, rank, 2) for rank, name in enumerate((ALICE, BOB))]
+    ranks[0].attach()
+    ranks[0].take(0)
+    ranks[1].attach(held=[id_of(0)])
+    assert delivery.fencing.members["1"].leased == set()
+
+
+def test_half_sent_sample_is_sent_again_whole(delivery: Delivery, member: Member) -> None:
+    member.grant(0)
+    assert member.receive(credit_bytes=FRAME_BYTES) == []
+    again = Member(delivery, BOB)
+    again.attach()
+    again.grant(0)
+    assert again.receive() == [0]
+
+
+def test_released_samples_come_back(member: Member) -> None:
+    member.take(0)
+    assert offered(member.say(m.Release, ids=[id_of(0)])) == [0]
+    member.take(0)
+
+
+def test_what_is_released_while_it_is_being_sent_is_not_sent_on(member: Member) -> None:
+    member.grant(0, 1)
+    member.receive(credit_bytes=FRAME_BYTES)
+    member.say(m.Release, ids=[id_of(0)])
+    assert member.receive() == [1]
+
+
+def test_after_a_restart_nothing_is_offered_before_every_rank_has_said_what_it_holds() -> None:
+    before = producer(4)
+    Member(before, rank=0, members=2).ask()
+    delivery = producer(4, term=before.fencing.term)
+    leader, other = (Member(delivery, n, r, 2) for r, n in enumerate((ALICE, BOB)))
+    assert offered(leader.attach(held=[id_of(0)])) == []
+    assert sorted(offered(other.attach(held=[id_of(1)]))) == [2, 3]
+
+
+def test_what_a_rank_says_it_trained_is_left_to_the_leader(delivery: Delivery) -> None:
+    leader, other = (Member(delivery, n, r, 2) for r, n in enumerate((ALICE, BOB)))
+    leader.attach()
+    assert "StoreCommit" not in names(other.attach(trained=ids(0)))
     assert len(delivery.committed) == 0
 
 
-def test_checkpoint_that_claims_a_billion_samples_does_not_hang(delivery: Delivery) -> None:
+def test_a_rank_that_opens_before_the_leader_gets_nothing_yet(delivery: Delivery) -> None:
+    leader, other = (Member(delivery, n, r, 2) for r, n in enumerate((ALICE, BOB)))
+    leader.ask()
+    assert offered(other.attach()) == []
+    assert offered(leader.say(m.Open, trained=[]))
+
+
+# commits
+
+
+def test_commit_is_durable_before_it_is_acknowledged(member: Member) -> None:
+    member.take(0)
+    actions = member.commit(1, 0)
+    assert names(actions)[:2] == ["StoreCommit", "Committed"]
+    assert actions[0] == StoreCommit(1, ids(0), 1)
+
+
+def test_repeated_commit_is_acknowledged_and_stored_once(member: Member) -> None:
+    member.take(0)
+    for expected in (["StoreCommit", "Committed"], ["Committed"]):
+        assert names(member.commit(1, 0)) == expected
+
+
+def test_a_checkpoint_without_new_samples_here_still_moves_the_window_of_kept_ones(
+    delivery: Delivery, member: Member
+) -> None:
+    """Or a producer with few samples would keep what K newer checkpoints all contain."""
+    member.take(0)
+    member.commit(1, 0)
+    assert done(member.commit(2, 0), StoreCommit) == [StoreCommit(2, ids(0), 1)]
+    assert delivery.authority.key == (1, 2)
+
+
+def test_a_late_commit_that_was_overtaken_is_acknowledged_and_takes_nothing_away(
+    delivery: Delivery, member: Member
+) -> None:
+    member.take(0, 1)
+    member.commit(2, 0, 1)
+    assert names(member.commit(1, 0)) == ["Committed"]
+    assert delivery.committed == ids(0, 1)
+
+
+def test_samples_of_other_producers_in_a_commit_are_passed_over(
+    delivery: Delivery, member: Member
+) -> None:
+    member.take(0)
+    assert names(member.commit(1, 0, 16 * 1000)) == ["StoreCommit", "Committed"]
+    assert delivery.committed == ids(0)
+
+
+def test_a_commit_covers_what_every_rank_received(delivery: Delivery) -> None:
+    leader, other = (Member(delivery, n, r, 2) for r, n in enumerate((ALICE, BOB)))
+    leader.attach()
+    leader.take(0)
+    delivery.stored(header(4))
+    other.attach()
+    leader.say(m.Release, ids=[id_of(1)])
+    delivery.disconnected(ALICE, 0.0)
+    other.take(1)
+    again = Member(delivery, b"alice-again", members=2)
+    again.attach(held=[id_of(0)])
+    assert names(again.commit(1, 0, 1))[:2] == ["StoreCommit", "Committed"]
+    assert delivery.fencing.leased == set()
+
+
+def test_commit_of_a_member_that_is_not_the_leader_is_refused(delivery: Delivery) -> None:
+    leader, other = (Member(delivery, n, r, 2) for r, n in enumerate((ALICE, BOB)))
+    other_offers = [leader.ask(), other.attach(), leader.say(m.Open, trained=[])]
+    assert other_offers
+    (refusal,) = said(other.commit(1), m.Refused)
+    assert (refusal.code, "not an open leader" in refusal.reason) == ("malformed", True)
+
+
+def test_commit_that_takes_samples_away_ends_the_session(
+    delivery: Delivery, member: Member
+) -> None:
+    member.take(0)
+    member.commit(1, 0)
+    (refusal,) = said(member.commit(2), m.Refused)
+    assert "without 1 samples" in refusal.reason
+    assert not delivery.fencing.attached
+    assert delivery.committed == ids(0)
+
+
+def test_an_older_number_with_other_samples_is_refused(delivery: Delivery, member: Member) -> None:
+    member.take(0, 1)
+    member.commit(3, 0)
+    (refusal,) = said(member.commit(2, 0, 1), m.Refused)
+    assert "commit 2 of term 1 after 3 of term 1" in refusal.reason
+    assert delivery.committed == ids(0)
+
+
+@pytest.mark.parametrize("ordinals", [(2,), (0, 2)])
+def test_commit_of_samples_never_given_out_frees_nothing(
+    delivery: Delivery, member: Member, ordinals: tuple[int, ...]
+) -> None:
+    member.take(0)
+    assert names(member.commit(1, *ordinals)) == ["Refused"]
+    assert len(delivery.committed) == 0
+
+
+def test_commit_of_what_is_still_being_sent_is_refused(member: Member) -> None:
+    member.grant(0)
+    member.receive(credit_bytes=FRAME_BYTES)
+    assert names(member.commit(1, 0)) == ["Refused"]
+
+
+def test_a_claim_of_billions_of_samples_costs_nothing(delivery: Delivery, member: Member) -> None:
+    """A few bytes can name 2^39 ids: nothing may work through them one by one."""
     claim = IdSet.from_wire([(*id_of(0).partition, [0, 1 << 39])])
-    Member(delivery).attach(trained=claim)
-    delivery.disconnected(ALICE)
-    assert Member(delivery, BOB, "2").attach() == ["Refused"]
+    assert names(member.say(m.Commit, number=1, trained=claim.to_wire())) == ["Refused"]
+    assert len(delivery.committed) == 0
+    second = Member(delivery, BOB)
+    assert "StoreCommit" in names(second.attach(trained=claim, ledger_number=1))
+    second.lose()
+    third = Member(delivery, BOB, incarnation="second", term=2, takeover=True)
+    assert names(third.attach()) == ["Refused"]
 
 
-def test_sample_generated_while_a_member_brought_it_as_trained_is_not_offered() -> None:
-    """A producer rebuilt on an empty disk was at work on what the member had trained before."""
-    delivery = Delivery(DESCRIPTOR, committed=IdSet(), commit_number=0, term=0, stored=[])
-    Member(delivery).attach(trained=IdSet([id_of(0)]))
-    assert delivery.stored(header(0)) == []
-    assert names(delivery.stored(header(1))) == ["Offer"]
+def test_a_commit_after_a_restart_covers_a_rank_that_is_not_back_yet() -> None:
+    before = producer(4)
+    Member(before, members=2).ask()
+    delivery = producer(4, term=before.fencing.term)
+    leader = Member(delivery, members=2)
+    leader.attach()
+    assert names(leader.commit(1, 2)) == ["StoreCommit", "Committed"]
 
 
-def test_commit_of_what_is_still_being_sent_is_refused(delivery: Delivery) -> None:
+# the space
+
+
+def test_checkpoint_is_asked_for_once_for_each_commit(delivery: Delivery) -> None:
+    assert delivery.short_of_space(0, paused=False) == []
     member = Member(delivery)
     member.attach()
-    member.say(m.Grant, ids=[id_of(0)])
-    member.say(m.Credit, total_bytes=1)
-    delivery.next_chunk()
-    delivery.next_chunk()
-    actions = member.say(m.Commit, number=1, trained=IdSet([id_of(0)]).to_wire())
-    assert names(actions) == ["Refused"]
+    member.take(0, 1)
+    assert names(delivery.short_of_space(1, paused=False)) == ["CheckpointWanted"]
+    assert delivery.short_of_space(1, paused=False) == []
+    member.commit(1, 0)
+    assert delivery.short_of_space(1 << 20, paused=False) == []  # too little to be worth one
+    assert names(delivery.short_of_space(1, paused=False)) == ["CheckpointWanted"]
 
 
-def test_commit_after_an_adopted_checkpoint_is_stored_whatever_its_number(
-    delivery: Delivery,
+def test_a_paused_generation_asks_for_a_checkpoint_however_little_it_covers(
+    delivery: Delivery, member: Member
 ) -> None:
-    member = Member(delivery)
-    member.attach(trained=IdSet([id_of(0)]))
-    member.say(m.Grant, ids=[id_of(1)])
-    member.receive()
-    trained = IdSet([id_of(0), id_of(1)])
-    assert names(member.say(m.Commit, number=1, trained=trained.to_wire())) == [
-        "StoreCommit",
-        "Committed",
-    ]
-    assert delivery.committed == trained
+    assert member.granted
+    assert names(delivery.short_of_space(1 << 40, paused=True)) == ["CheckpointWanted"]
 
 
 def test_thousands_of_granted_samples_that_became_terminal_are_passed_over() -> None:
-    headers = [header(k) for k in range(1500)]
-    delivery = Delivery(DESCRIPTOR, committed=IdSet(), commit_number=0, term=0, stored=headers)
+    delivery = producer(1500)
     member = Member(delivery)
-    member.attach()
-    for _ in range(len(headers) // OFFERED_SAMPLES + 1):
-        assert delivery.session is not None
-        member.say(m.Grant, ids=list(delivery.session.offered))
-    for one in headers:
-        member.say(m.Reject, id=one.id, reason="x")
+    fresh = offered(member.attach())
+    while fresh:
+        fresh = offered(member.grant(*fresh))
+    for ordinal in range(1500):
+        member.say(m.Reject, id=id_of(ordinal), reason="x")
     assert member.receive() == []

@@ -1,0 +1,206 @@
+"""The ends of a stream, and the sums: every prompt is in exactly one place."""
+
+import pytest
+
+from delivery_members import ALICE, BOB, Member, id_of, ids, names, offered, producer, said
+from draftfeed_producer.delivery import Delivery
+from draftfeed_proto import messages as m
+from draftfeed_proto.ids import IdSet
+
+SENDERS = (ALICE, BOB)
+
+
+def group(delivery: Delivery, members: int = 2) -> list[Member]:
+    """Attached ranks; what there is was offered to the first."""
+    ranks = [Member(delivery, SENDERS[rank], rank, members) for rank in range(members)]
+    for rank in ranks:
+        rank.attach()
+    return ranks
+
+
+def test_end_comes_after_the_last_chunk_and_again_after_a_damaged_one() -> None:
+    delivery = producer(4)
+    (member,) = group(delivery, 1)
+    assert delivery.finish() == []
+    member.grant(0, 1, 2, 3)
+    member.say(m.Credit, total_bytes=1 << 30)
+    sent = [action for actions in iter(member.chunk, []) for action in actions]
+    assert names(sent)[-2:] == ["Chunk", "EndOfSamples"]
+    assert names(sent).count("EndOfSamples") == 1
+    member.say(m.Nack, id=id_of(3), reason="x")
+    assert names(delivery.verified(id_of(3), True)) == ["Offer"]
+    member.grant(3)
+    sent = [action for actions in iter(member.chunk, []) for action in actions]
+    assert names(sent)[-1] == "EndOfSamples"
+
+
+def test_no_rank_hears_of_the_end_while_another_may_still_give_samples_back() -> None:
+    delivery = producer(4)
+    first, second = group(delivery)
+    delivery.finish()
+    first.grant(0, 1, 2)
+    assert "EndOfSamples" not in names(first.say(m.Credit, total_bytes=1 << 30))
+    assert first.receive() == [0, 1, 2]
+    assert names(second.say(m.AtWork, ids=[])) == []
+    actions = first.lose()  # what it was only offered goes to the other
+    assert names(actions) == ["Offer"]
+    second.grant(3)
+    second.say(m.Credit, total_bytes=1 << 30)
+    sent = [action for actions in iter(second.chunk, []) for action in actions]
+    assert names(sent)[-1] == "EndOfSamples"
+
+
+def test_a_rank_cut_off_in_the_middle_of_a_sample_holds_up_the_end() -> None:
+    """It will say what it has when it is back; the sample may then be the other's."""
+    delivery = producer(1)
+    first, second = group(delivery)
+    delivery.finish()
+    first.grant(0)
+    first.receive(credit_bytes=1)
+    assert names(first.lose()) == []
+    assert second.say(m.AtWork, ids=[]) == []
+    again = Member(delivery, b"again", members=2)
+    assert sorted({*names(again.attach())}) == ["Offer", "Opened"]
+
+
+def test_both_ranks_hear_of_both_ends() -> None:
+    delivery = producer(1)
+    first, second = group(delivery)
+    delivery.finish()
+    first.grant(0)
+    first.say(m.Credit, total_bytes=1 << 30)
+    sent = [action for actions in iter(first.chunk, []) for action in actions]
+    assert names(sent).count("EndOfSamples") == 2
+    committed = first.commit(1, 0)
+    assert names(committed) == ["StoreCommit", "Committed", "AllTerminal", "AllTerminal"]
+    assert delivery.all_terminal
+    second.leave()
+
+
+def test_a_rank_that_attaches_after_the_end_hears_of_it() -> None:
+    delivery = producer(1)
+    first, second = group(delivery)
+    delivery.finish()
+    first.take(0)
+    second.lose()
+    again = Member(delivery, b"again", 1, 2)
+    assert names(again.attach()) == ["Opened", "EndOfSamples"]
+
+
+def test_everything_terminal_is_said_after_commits_and_rejections() -> None:
+    delivery = producer(4)
+    (member,) = group(delivery, 1)
+    delivery.finish()
+    member.take(0, 1, 2, 3)
+    member.say(m.Reject, id=id_of(2), reason="no full step", state="tail")
+    member.say(m.Reject, id=id_of(3), reason="non-finite")
+    assert "AllTerminal" in names(member.commit(1, 0, 1))
+    assert delivery.all_terminal
+    assert delivery.tombstones == {id_of(2): "tail", id_of(3): "rejected"}
+
+
+def test_last_damaged_sample_does_not_leave_the_member_waiting() -> None:
+    delivery = producer(1)
+    (member,) = group(delivery, 1)
+    delivery.finish()
+    actions: list[str] = []
+    while "StoreTombstone" not in actions:
+        member.take(0)
+        actions = names(member.say(m.Nack, id=id_of(0), reason="x"))
+        delivery.verified(id_of(0), True)
+    assert actions == ["StoreTombstone", "EndOfSamples", "AllTerminal"]
+
+
+def test_a_rank_that_leaves_with_samples_does_not_end_them() -> None:
+    delivery = producer(2)
+    first, second = group(delivery)
+    delivery.finish()
+    first.take(0, 1)
+    second.leave()
+    assert delivery.fencing.leased == {id_of(0), id_of(1)}
+    first.leave()
+    assert delivery.fencing.leased == set()
+    late = Member(delivery, b"late", incarnation="second", term=2)
+    assert offered(late.attach()) == [0, 1]
+
+
+def test_a_producer_that_closes_says_so_to_every_rank() -> None:
+    delivery = producer(1)
+    group(delivery)
+    assert [one.reason for one in said(delivery.close("restart"), m.Closing)] == ["restart"] * 2
+
+
+# the sums
+
+
+def account(delivery: Delivery) -> m.Account:
+    """As anyone may ask for it, without a session."""
+    (answer,) = said(delivery.received(b"anyone", m.Inquire(), 0.0), m.Account)
+    return answer
+
+
+def places(answer: m.Account) -> dict[str, list[int]]:
+    """Ordinals by place. Fails when one is in two, or none."""
+    wires = {
+        "committed": answer.committed,
+        "leased": answer.leased,
+        "deliverable": answer.deliverable,
+        "pending": answer.pending,
+        **answer.terminal,
+    }
+    found = {name: [id.ordinal for id in IdSet.from_wire(wire)] for name, wire in wires.items()}
+    flat = [ordinal for ordinals in found.values() for ordinal in ordinals]
+    assert len(flat) == len(set(flat)), found
+    return {name: ordinals for name, ordinals in found.items() if ordinals}
+
+
+def test_every_prompt_is_in_exactly_one_place() -> None:
+    delivery = producer(5, prompts=7)
+    (member,) = group(delivery, 1)
+    member.take(0, 1, 2)
+    member.commit(1, 0)
+    member.say(m.Reject, id=id_of(1), reason="x")
+    delivery.skip(ids(6))
+    answer = account(delivery)
+    assert places(answer) == {
+        "committed": [0],
+        "rejected": [1],
+        "leased": [2],
+        "deliverable": [3, 4],
+        "pending": [5],
+    }
+    assert answer.skipped == ids(6).to_wire()
+    assert (answer.group, answer.term, answer.members) == ("run", 1, ["0"])
+
+
+def test_a_sample_to_be_made_again_is_pending() -> None:
+    delivery = producer(1)
+    (member,) = group(delivery, 1)
+    member.take(0)
+    member.say(m.Nack, id=id_of(0), reason="x")
+    delivery.verified(id_of(0), False)
+    answer = account(delivery)
+    assert places(answer) == {"pending": [0]}
+    assert answer.regenerated == ids(0).to_wire()
+
+
+def test_a_sample_with_a_tombstone_that_a_checkpoint_has_all_the_same_is_committed() -> None:
+    """The trainer gave it up in one life, and trained it in another."""
+    delivery = producer(2, tombstones={id_of(0): "rejected"})
+    Member(delivery).attach(ids(0), ledger_number=1)
+    assert places(account(delivery)) == {"committed": [0], "deliverable": [1]}
+
+
+def test_anyone_may_ask_without_disturbing_a_session() -> None:
+    delivery = producer(1)
+    (member,) = group(delivery, 1)
+    assert delivery.received(ALICE, m.Inquire(), 0.0)
+    member.take(0)
+
+
+@pytest.mark.parametrize("count", [1, 1 << 39])
+def test_a_prompt_list_of_any_length_is_accounted_for_by_ranges(count: int) -> None:
+    delivery = producer(1)
+    delivery.prompts = IdSet.from_wire([(*id_of(0).partition, [0, count])])
+    answer = account(delivery)
+    assert answer.pending == ([(*id_of(0).partition, [1, count])] if count > 1 else [])
