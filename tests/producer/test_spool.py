@@ -268,7 +268,7 @@ def test_damaged_entry_header_costs_one_sample_and_not_those_behind_it(
     spool = open_spool(tmp_path)
     records = [spool.append(sample(k)) for k in range(4)]
     if not last:
-        spool._segment_bytes = 1  # the next sample goes to a segment of its own
+        spool._samples._segment_bytes = 1  # the next sample goes to a segment of its own
         spool.append(sample(4))
     spool.close()
     flip(segment_files(tmp_path)[0], records[1].chunks[1][0] - entries.HEADER_BYTES + 9)

@@ -28,6 +28,12 @@ class Owner(msgspec.Struct, frozen=True):
     shards: str
     """As configured when the spool was made; empty: all. What it owns by now is in the log."""
 
+    @classmethod
+    def of(cls, descriptor: Descriptor, prompts: Shards, shards: str) -> "Owner":
+        """shards: as configured. Raises ShardError when it cannot be read."""
+        chosen = format_ranges(parse_ranges(shards)) if shards else ""
+        return cls(FORMAT, descriptor, prompts, chosen)
+
     def chosen(self) -> Shards:
         """The shards it was made with. Raises ShardError when the file does not have them."""
         if not self.shards:
@@ -121,12 +127,7 @@ def _fields(found: Owner, owner: Owner) -> Iterator[tuple[str, object, object]]:
     )
     for field in Descriptor.__struct_fields__:
         yield field, getattr(found.descriptor, field), getattr(owner.descriptor, field)
-    if found.shards != owner.shards:
-        yield "[spool] shards", _chosen(found), _chosen(owner)
-
-
-def _chosen(owner: Owner) -> str:
-    return format_ranges(owner.chosen().ranges) if owner.shards else "all"
+    yield "[spool] shards", found.shards, owner.shards
 
 
 def _write_owner(path: Path, owner: Owner) -> None:

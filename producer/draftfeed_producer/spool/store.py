@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from draftfeed_producer.errors import SpoolDamaged, SpoolFull
+from draftfeed_producer.errors import SpoolDamaged, SpoolError, SpoolFull
 from draftfeed_producer.spool import control
 from draftfeed_producer.spool.config import SpoolConfig
 from draftfeed_producer.spool.control import Commit, Suspects, Term, Tombstone, Void
@@ -63,14 +63,10 @@ class Spool:
             stack.callback(os.close, lock(config.dir, create=True))
             owner = Owner.of(descriptor, shards, config.shards)
             claim(config.dir, owner)
-            self._control = ControlLog(config.dir / CONTROL_LOG, config.keep_checkpoints)
-            stack.callback(self._control.close)
-            self._state = self._control.state
-            self._own(owner)
-            self._committed = self._state.committed
-            stack.callback(self._samples.close)
-            for damage in self._samples.load(self._state.voids):
-                self._note(damage)
+            try:
+                self._load(owner, stack)
+            except OSError as error:
+                raise SpoolError(f"{config.dir}: cannot be used: {error.strerror}") from error
             self._resources = stack.pop_all()
         self._logical_bytes = 0
         self._encoded_bytes = 0
@@ -146,10 +142,11 @@ class Spool:
         last one: the commits before it are forgotten, so that nothing is freed on their word, and
         what is not in it is unfinished again unless its record is still here.
         """
-        lost = self._committed - trained if rollback else IdSet()
-        gone = lost - self._present()
-        self._store(Commit(number, trained.to_wire(), term, rollback, gone.to_wire()))
-        self._committed = trained.copy()
+        with self._samples.changed:  # nothing is freed while it is decided what was
+            lost = self._committed - trained if rollback else IdSet()
+            gone = lost - self._present() if lost else lost
+            self._store(Commit(number, trained.to_wire(), term, rollback, gone.to_wire()))
+            self._committed = trained.copy()
         self._free()
 
     def tombstone(self, id: SampleId, state: str, reason: str) -> None:
@@ -223,7 +220,7 @@ class Spool:
     @property
     def regenerated(self) -> IdSet:
         """Made again, or to be, because what was there first is damaged or lost."""
-        return self._state.regenerated
+        return self._state.regenerated.within(self.shards)
 
     @property
     def tombstones(self) -> dict[SampleId, Tombstone]:
@@ -254,13 +251,24 @@ class Spool:
             self._logical_bytes,
             self._encoded_bytes,
             self.alarm,
-            len(self._state.regenerated),
+            len(self.regenerated),
         )
 
     def close(self) -> None:
         self._resources.close()
 
     # opening
+
+    def _load(self, owner: Owner, stack: ExitStack) -> None:
+        path = self._config.dir / CONTROL_LOG
+        self._control = ControlLog(path, self._config.keep_checkpoints)
+        stack.callback(self._control.close)
+        self._state = self._control.state
+        self._committed = self._state.committed
+        self._own(owner)
+        stack.callback(self._samples.close)
+        for damage in self._samples.load(self._state.voids):
+            self._note(damage)
 
     def _own(self, owner: Owner) -> None:
         if self._state.owned is not None:
@@ -290,10 +298,11 @@ class Spool:
         return IdSet([*(r.header.id for r in self._samples.records()), *self._state.tombstones])
 
     def _free(self) -> None:
-        gone = self._state.freeable
-        self._samples.free(
-            lambda id: id in gone or id in self._state.tombstones, short=not self._has_room()
-        )
+        with self._samples.changed:
+            gone = self._state.freeable
+            self._samples.free(
+                lambda id: id in gone or id in self._state.tombstones, short=not self._has_room()
+            )
 
     def _has_room(self) -> bool:
         return self._space.has_room(self._samples.used_bytes, self._samples.spare_bytes)

@@ -1,0 +1,109 @@
+"""A spool as a tool looks at it, while its producer may be running: nothing is locked, written,
+cut or made."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from draftfeed_producer.errors import SpoolError
+from draftfeed_producer.spool.control import Control
+from draftfeed_producer.spool.control_log import KEEP_ALL, read_control
+from draftfeed_producer.spool.directory import CONTROL_LOG, read_owner, segment_paths
+from draftfeed_producer.spool.segments import Damage, Record, scan_records
+from draftfeed_proto.ids import Shards
+from draftfeed_proto.sample import Assembler, Sample
+
+
+class SegmentFile(NamedTuple):
+    number: int
+    path: Path
+    bytes: int
+    last: bool
+    """Samples may still be appended to it."""
+
+
+class Reader:
+    """What a spool holds. `control` is as it was when this was made or last refreshed."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises SpoolError when it is no spool, SpoolDamaged when its control log is."""
+        self.directory = directory
+        self.owner = read_owner(directory)
+        self.control = Control(KEEP_ALL)
+        self.refresh()
+
+    def refresh(self) -> None:
+        path = self.directory / CONTROL_LOG
+        try:
+            self.control = read_control(path)
+        except FileNotFoundError:
+            self.control = Control(KEEP_ALL)
+        except OSError as error:
+            raise SpoolError(f"{path}: cannot be read: {error.strerror}") from None
+
+    @property
+    def shards(self) -> Shards:
+        """Those it owns."""
+        return self.control.owned.shards if self.control.owned else self.owner.chosen()
+
+    def segments(self) -> list[SegmentFile]:
+        """In order. A producer may delete any of them at any time."""
+        paths = segment_paths(self.directory)
+        found = []
+        for number, path in paths:
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:
+                continue
+            found.append(SegmentFile(number, path, size, path == paths[-1][1]))
+        return found
+
+    def scan(self, segment: SegmentFile) -> Iterator[Record | Damage]:
+        """Every record that is whole in its form, void ones included, and what is damaged. Chunks
+        are not read. Nothing when the producer has deleted the segment.
+
+        Raises SpoolError for what a newer version wrote.
+        """
+        with _opened(segment.path) as fd:
+            if fd is not None:
+                yield from scan_records(fd, segment.number, verify=False, sealed=not segment.last)
+
+    def records(self) -> Iterator[Record]:
+        """Those that count: neither damaged in their form nor void. One for each sample."""
+        for segment in self.segments():
+            for found in self.scan(segment):
+                if isinstance(found, Record) and not self.is_void(found):
+                    yield found
+
+    def is_void(self, found: Record | Damage) -> bool:
+        """Whether the producer knows that it is bad, and makes the sample again."""
+        return found.place in self.control.voids
+
+    def sample(self, record: Record) -> Sample | None:
+        """Reads, checks and decodes it; None when the producer has deleted the segment.
+
+        Raises ProtoError when it is not what was written.
+        """
+        path = self.directory / f"{record.segment:08d}.seg"
+        assembler = Assembler(record.header, self.owner.descriptor.dtype)
+        with _opened(path) as fd:
+            if fd is None:
+                return None
+            for offset, size in record.chunks:
+                assembler.add(os.pread(fd, size, offset))
+        return assembler.sample()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int | None]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        yield fd
+    finally:
+        os.close(fd)

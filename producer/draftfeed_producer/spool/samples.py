@@ -1,0 +1,169 @@
+"""The segment files of a spool, and the records in them."""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Literal
+
+from draftfeed_producer.spool.directory import segment_paths
+from draftfeed_producer.spool.segments import Damage, HeaderOf, Record, Segment, frame_fault
+from draftfeed_proto.ids import SampleId
+
+Fsync = Literal["always", "interval", "never"]
+
+FSYNC_INTERVAL_SECONDS = 1.0
+AHEAD_BYTES = 32 << 20
+"""Of disk blocks, taken ahead of the end of a segment."""
+
+
+class Samples:
+    """One thread appends; another may do everything else meanwhile."""
+
+    def __init__(self, directory: Path, stream_id: str, segment_bytes: int, fsync: Fsync) -> None:
+        self._directory, self._stream_id = directory, stream_id
+        self._segment_bytes, self._fsync = segment_bytes, fsync
+        self._segments: dict[int, Segment] = {}
+        self._records: dict[SampleId, Record] = {}
+        self._number = 0
+        """Of the segment that is appended to."""
+        self.changed = threading.Condition()
+        """Held while the above change; notified when space was freed."""
+        self._busy: Segment | None = None
+        """Being written to right now."""
+        self._dirty: Segment | None = None
+        """Written to since the last sync; one that is full is synced before another begins."""
+        self._synced_at = time.monotonic()
+
+    def load(self, voids: Collection[tuple[int, int]]) -> list[Damage]:
+        """Index what is on the disk, but for the records at these places; returns what is damaged.
+
+        Raises OSError, and SpoolError for what a newer version wrote.
+        """
+        paths = segment_paths(self._directory)
+        damages: list[Damage] = []
+        for number, path in paths:
+            segment, records, bad = Segment.open(path, number, last=path == paths[-1][1])
+            self._segments[number] = segment
+            self._number = number
+            live = {record.header.id: record for record in records if record.place not in voids}
+            segment.ids = set(live)
+            self._records.update(live)
+            damages += bad
+        return [damage for damage in damages if damage.place not in voids]
+
+    def append(self, frames: Iterable[bytes], header_of: HeaderOf, *, ahead: bool) -> Record:
+        """Durable as the fsync policy says when it returns. `ahead`: the disk has room for blocks
+        to be taken in advance. Raises OSError; nothing of the record is left then."""
+        try:
+            segment = self._writable()
+            if ahead:
+                segment.reserve(min(AHEAD_BYTES, self._segment_bytes))
+            record = segment.append(frames, header_of)
+            self._dirty = segment
+            full = not self._appendable(segment)
+            if full or self._fsync == "always":
+                self.sync()
+            if full:
+                segment.seal()
+            with self.changed:
+                self._records[record.header.id] = record
+        finally:
+            self._busy = None
+        return record
+
+    def __contains__(self, id: SampleId) -> bool:
+        return id in self._records
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def records(self) -> list[Record]:
+        """Oldest first."""
+        with self.changed:
+            return list(self._records.values())
+
+    def record(self, id: SampleId) -> Record:
+        """Raises KeyError when it is not here."""
+        return self._records[id]
+
+    def read_chunk(self, id: SampleId, index: int) -> bytes:
+        record = self._records[id]
+        return self._segments[record.segment].read_chunk(record, index)
+
+    def whole(self, id: SampleId) -> bool:
+        if id not in self._records:
+            return False
+        chunks = range(self._records[id].header.chunks)
+        return not any(frame_fault(self.read_chunk(id, index)) for index in chunks)
+
+    def forget(self, id: SampleId) -> None:
+        """Its record is not used any more, nor its segment kept for it."""
+        with self.changed:
+            record = self._records.pop(id)
+            self._segments[record.segment].ids.discard(id)
+
+    def free(self, is_over: Callable[[SampleId], bool], *, short: bool) -> None:
+        """Delete segments that no sample needs. One that is not full is deleted only when space is
+        `short`."""
+        with self.changed:
+            for segment in list(self._segments.values()):
+                closed = short or not self._appendable(segment)
+                if closed and segment is not self._busy and all(map(is_over, segment.ids)):
+                    self._delete(segment)
+            self.changed.notify_all()
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(segment.end for segment in list(self._segments.values()))
+
+    @property
+    def spare_bytes(self) -> int:
+        """Blocks taken ahead of what is written."""
+        with self.changed:
+            current = self._segments.get(self._number)
+            return current.spare_bytes if current is not None else 0
+
+    def sync_when_due(self) -> None:
+        due = time.monotonic() - self._synced_at >= FSYNC_INTERVAL_SECONDS
+        if self._fsync == "interval" and due:
+            self.sync()
+
+    def sync(self) -> None:
+        if self._fsync == "never":
+            return
+        self._synced_at = time.monotonic()
+        with self.changed:  # a segment is closed under this lock
+            segment, self._dirty = self._dirty, None
+            if segment is not None and segment.number in self._segments:
+                segment.sync()
+
+    def close(self) -> None:
+        self.sync()
+        if current := self._segments.get(self._number):
+            current.seal()
+        for segment in self._segments.values():
+            segment.close()
+
+    def _writable(self) -> Segment:
+        with self.changed:
+            current = self._segments.get(self._number)
+            if current is not None and self._appendable(current):
+                self._busy = current
+                return current
+        self._number += 1
+        path = self._directory / f"{self._number:08d}.seg"
+        segment = Segment.create(path, self._number, self._stream_id)
+        with self.changed:
+            self._segments[self._number] = self._busy = segment
+        return segment
+
+    def _appendable(self, segment: Segment) -> bool:
+        return segment.number == self._number and segment.end < self._segment_bytes
+
+    def _delete(self, segment: Segment) -> None:
+        del self._segments[segment.number]
+        for id in segment.ids:
+            if id in self._records and self._records[id].segment == segment.number:
+                del self._records[id]
+        segment.unlink()
