@@ -37,6 +37,11 @@ demo: venv
 test: venv
 	@$(PY) -m pytest -q $(ARGS)
 
+# As root, about two hours for a thousand: make chaos N=300 SEED=7 breaks that many things.
+.PHONY: chaos
+chaos: venv
+	@PYTHONPATH=tests:tests/system $(PY) -m chaos --dir runs/chaos --faults $(or $(N),1000) $(if $(SEED),--seed $(SEED))
+
 check: venv
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
