@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -56,6 +57,9 @@ class Spool:
         self._config = config
         self._codec = codecs.by_name(config.codec)
         self._space = Space(config)
+        self._committed = IdSet()
+        self._recording = threading.Lock()
+        """Held while a record is written to the control log."""
         segment_bytes = min(config.segment_bytes, config.quota_bytes // 8)
         stream_id = descriptor.stream_id()
         self._samples = Samples(config.dir, stream_id, segment_bytes, config.fsync)
@@ -168,7 +172,7 @@ class Spool:
     def settle_lost(self, prompts: IdSet) -> IdSet:
         """The trainer's ledger has been committed here, so what is unfinished in shards whose
         spool is lost (`lost`) will be generated again. Returns those ids, which count as
-        regenerated from now on, and `lost` is empty.
+        regenerated from now on, and `lost` is empty. Any thread may call it.
 
         prompts: every id of the prompt file that can be used.
         """
@@ -289,7 +293,8 @@ class Spool:
 
     def _store(self, record: control.Record) -> None:
         try:
-            self._control.append(record)
+            with self._recording:
+                self._control.append(record)
         except OSError as error:
             raise SpoolFull(self._config.dir, error) from error
 
