@@ -14,7 +14,7 @@ import numpy as np
 from draftfeed_proto import chunk, codecs, sample
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor, Expectation
-from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import LayerCounters, Sample
 
 HERE = Path(__file__).parent
@@ -84,22 +84,46 @@ def messages() -> list[dict[str, Any]]:
     here: dict[str, Any] = {"term": 7, "session": "00ff"}
     id = SAMPLE.id
     trained = RANGES.to_wire()
-    fence: dict[str, Any] = {"group": "run", "member": "0", "incarnation": "i"}
+    fence: dict[str, Any] = {"group": "run", "incarnation": "i", "process": "p"}
+    rank: dict[str, Any] = {"member": "1", "members": 2, "leader": False}
+    shards = Shards(DATASET, 1, (0, 4, 8, 9))
     expect = Expectation(stream_id=FULL.stream_id(), layer_ids=(1, 16), hidden_size=8, dtype="fp16")
-    granted: dict[str, Any] = {"committed": [], "commit_number": 0}
+    granted: dict[str, Any] = {"shards": shards, "committed": [], "commit_number": 0}
+    account: dict[str, Any] = {
+        "shards": shards,
+        "committed": trained,
+        "leased": [],
+        "deliverable": [],
+        "terminal": {},
+        "pending": [],
+    }
     pairs: list[tuple[str, m.Message]] = [
-        ("minimal", m.Fence(**fence)),
-        ("full", m.Fence(**fence, version=(1, 0), expect=expect)),
+        ("minimal", m.Fence(**fence, member="0", term=1)),
+        ("full", m.Fence(**fence, **rank, version=(1, 0), term=7, takeover=True, expect=expect)),
         ("minimal", m.Open(**here, trained=[])),
-        ("full", m.Open(**here, trained=trained, held=[id])),
+        (
+            "full",
+            m.Open(
+                **here,
+                trained=trained,
+                held=[id],
+                ledger_term=6,
+                ledger_number=12,
+                rollback="regenerate",
+                checkpoint_samples=500,
+            ),
+        ),
         ("full", m.Grant(**here, ids=[id])),
         ("full", m.Credit(**here, total_bytes=1 << 40)),
         ("full", m.Nack(**here, id=id, reason="checksum")),
-        ("full", m.Reject(**here, id=id, reason="non-finite")),
+        ("minimal", m.Reject(**here, id=id, reason="non-finite")),
+        ("full", m.Reject(**here, id=id, reason="no full step", state="tail")),
+        ("full", m.AtWork(**here, ids=[id])),
         ("full", m.Release(**here, ids=[id, id])),
         ("full", m.Commit(**here, number=3, trained=trained)),
         ("minimal", m.Bye(**here)),
         ("full", m.Bye(**here, reason="done")),
+        ("full", m.Inquire()),
         (
             "minimal",
             m.Granted(**here, descriptor=MINIMAL, stream_id=MINIMAL.stream_id(), **granted),
@@ -110,11 +134,28 @@ def messages() -> list[dict[str, Any]]:
                 **here,
                 descriptor=FULL,
                 stream_id=FULL.stream_id(),
+                shards=shards,
+                max_sample_bytes=4096,
                 committed=trained,
-                commit_number=2,
+                commit_term=6,
+                commit_number=12,
             ),
         ),
-        ("full", m.Refused(code="mismatch", reason="hidden_size")),
+        ("minimal", m.Refused(code="mismatch", reason="hidden_size")),
+        ("full", m.Refused(code="fenced", reason="term 9 was granted", term=9)),
+        ("minimal", m.Account(**account)),
+        (
+            "full",
+            m.Account(
+                **{**account, "terminal": {"rejected": trained, "tail": trained}},
+                regenerated=trained,
+                skipped=trained,
+                group="run",
+                term=7,
+                commit_number=12,
+                members=["0", "1"],
+            ),
+        ),
         ("full", m.Opened(**here)),
         ("full", m.Offer(**here, samples=[(id, 153)])),
         ("full", m.Begin(**here, header=header())),

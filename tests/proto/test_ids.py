@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftfeed_proto.errors import MalformedMessage
-from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.limits import MAX_ORDINALS
 
 A, B = "a" * 16, "0123456789abcdef"
@@ -129,3 +129,58 @@ def test_text_of_an_id_is_parsed_back(id: SampleId) -> None:
 def test_what_str_would_not_write_is_no_id(text: str) -> None:
     with pytest.raises(ValueError, match="is not a sample id"):
         SampleId.parse(text)
+
+
+# shards
+
+edges = st.lists(st.integers(0, 12), max_size=6, unique=True).map(sorted)
+shards = st.builds(
+    lambda dataset, edges: Shards(dataset, 0, tuple(edges[: len(edges) // 2 * 2])),
+    st.sampled_from([A, B]),
+    edges,
+)
+
+
+def numbers(shards: Shards) -> set[int]:
+    """One by one."""
+    pairs = zip(shards.ranges[::2], shards.ranges[1::2], strict=True)
+    return {number for start, stop in pairs for number in range(start, stop)}
+
+
+@given(shards, st.sampled_from([A, B]), st.integers(0, 1), st.integers(0, 13))
+def test_a_partition_is_in_the_ranges_of_its_own_file_and_epoch(
+    shards: Shards, dataset: str, epoch: int, number: int
+) -> None:
+    own = (dataset, epoch) == (shards.dataset, 0)
+    assert ((dataset, epoch, number) in shards) == (own and number in numbers(shards))
+
+
+@given(shards, shards)
+def test_two_owners_of_one_shard_are_found_out(left: Shards, right: Shards) -> None:
+    both = left & right
+    same = left.dataset == right.dataset
+    found = {
+        n for start, stop in zip(both[::2], both[1::2], strict=True) for n in range(start, stop)
+    }
+    assert found == (numbers(left) & numbers(right) if same else set())
+
+
+@given(sets, shards)
+def test_a_set_is_cut_to_the_shards_of_one_owner(plain: set[SampleId], shards: Shards) -> None:
+    part = IdSet(plain).within(shards)
+    assert set(part) == {id for id in plain if id.partition in shards}
+    part.update(plain)
+    assert part == IdSet(plain), "and shares nothing with what it was cut from"
+
+
+@pytest.mark.parametrize("ranges", [(0,), (3, 3), (5, 3), (0, 2, 2, 4)])
+def test_shards_that_do_not_rise_are_refused(ranges: tuple[int, ...]) -> None:
+    with pytest.raises(MalformedMessage, match="not rising pairs"):
+        Shards(A, 0, ranges).check()
+
+
+def test_an_owner_of_nothing_is_none_the_less_an_owner() -> None:
+    nothing = Shards(A, 0, ())
+    nothing.check()
+    assert (A, 0, 0) not in nothing
+    assert nothing & Shards(A, 0, (0, 5)) == []

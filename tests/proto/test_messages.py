@@ -19,7 +19,7 @@ FROM_MEMBER, FROM_PRODUCER = get_args(m.FromMember), get_args(m.FromProducer)
 VECTORS = json.loads((Path(__file__).parents[2] / "proto/vectors/messages.json").read_text())
 EXAMPLES = [bytes.fromhex(vector["hex"]) for vector in VECTORS]
 MESSAGES = {f"{v['message']['type']}-{v['name']}": v["message"] for v in VECTORS}
-BEGIN, REJECT = MESSAGES["Begin-full"], MESSAGES["Reject-full"]
+BEGIN, REJECT = MESSAGES["Begin-full"], MESSAGES["Reject-minimal"]
 
 
 def pack(value: Any) -> bytes:
@@ -103,9 +103,10 @@ def test_the_two_directions_share_no_type() -> None:
 
 
 def grown(value: Any) -> Any:
-    """With a field from the future in every map but the sampling parameters, which are free."""
+    """With a field from the future in every map but those whose keys are free."""
     if isinstance(value, dict):
-        inner = {key: value[key] if key == "sampling" else grown(value[key]) for key in value}
+        free = ("sampling", "terminal")
+        inner = {key: value[key] if key in free else grown(value[key]) for key in value}
         return {**inner, "from_the_future": {"a": [1, None]}}
     return [grown(item) for item in value] if isinstance(value, list) else value
 
@@ -120,6 +121,19 @@ def test_fields_of_a_later_version_are_ignored_at_every_depth(message: dict[str,
     [
         ("Bye-full", ["reason"], ""),
         ("Open-full", ["held"], []),
+        ("Open-full", ["ledger_term"], 0),
+        ("Open-full", ["ledger_number"], 0),
+        ("Open-full", ["rollback"], ""),
+        ("Open-full", ["checkpoint_samples"], 0),
+        ("Fence-full", ["members"], 1),
+        ("Fence-full", ["leader"], True),
+        ("Fence-full", ["takeover"], False),
+        ("Reject-full", ["state"], "rejected"),
+        ("Granted-full", ["max_sample_bytes"], 0),
+        ("Granted-full", ["commit_term"], 0),
+        ("Refused-full", ["term"], 0),
+        ("Account-full", ["regenerated"], []),
+        ("Account-full", ["members"], []),
         ("Begin-full", ["header", "sampling"], {}),
         ("Begin-full", ["header", "digest"], ""),
         ("Granted-full", ["descriptor", "schema"], 1),
@@ -141,6 +155,13 @@ def test_a_field_that_an_older_end_does_not_send_takes_its_default(
     for key in path:
         message = getattr(message, key)
     assert message == default
+
+
+@pytest.mark.parametrize("name", [name for name in MESSAGES if name.startswith("Fence")])
+@pytest.mark.parametrize("field", ["group", "member", "incarnation", "process", "term"])
+def test_a_fence_without_who_it_is_is_refused(name: str, field: str) -> None:
+    with pytest.raises(MalformedMessage, match=field):
+        m.decode_from_member(pack({k: v for k, v in MESSAGES[name].items() if k != field}))
 
 
 @pytest.mark.parametrize("kind", ["Fence-minimal", "Granted-minimal"])
@@ -247,6 +268,19 @@ HOSTILE: dict[str, bytes] = {
         for value in (b"x", {"x": 1}, [[1]])
     },
     "negative counter": pack({**BEGIN, "header": {**BEGIN["header"], "counters": [[0, 0, 0, -1]]}}),
+    **{
+        f"fence with {field} {value!r}": pack({**MESSAGES["Fence-full"], field: value})
+        for field, value in {"members": 0, "term": 0, "leader": 1, "takeover": "yes"}.items()
+    },
+    **{
+        f"shards {value!r:.40}": pack({**MESSAGES["Granted-full"], "shards": value})
+        for value in (
+            [],
+            {"dataset": "0123456789abcdef", "epoch": 0},
+            {"dataset": "0123456789abcdef", "epoch": 0, "ranges": [-1, 2]},
+            {"dataset": "x", "epoch": 0, "ranges": [0, 2]},
+        )
+    },
     "ranges of a negative": pack(
         {**MESSAGES["Commit-full"], "trained": [["0123456789abcdef", 0, 0, [-1, 2]]]}
     ),

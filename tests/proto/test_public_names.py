@@ -12,11 +12,11 @@ PUBLIC = {
     "encode_chunk encode_states encode_tokens read_header verify",
     "codecs": "Codec by_name by_number names",
     "descriptor": "Descriptor Expectation dflash_layer_ids",
-    "ids": "IdSet SampleId WireRanges",
-    "messages": "AllTerminal Begin Bye Chunk Closing Commit Committed Credit EndOfSamples Fence "
-    "FromMember FromProducer Grant Granted InSession Message Nack Offer Open Opened Ping Refused "
-    "CheckpointWanted "
-    "Reject Release VERSION check_version decode_from_member decode_from_producer encode",
+    "ids": "IdSet SampleId Shards WireRanges",
+    "messages": "Account AllTerminal AtWork Begin Bye CheckpointWanted Chunk Closing Commit "
+    "Committed Credit EndOfSamples Fence FromMember FromProducer Grant Granted InSession Inquire "
+    "Message Nack Offer Open Opened Ping Refused Reject Release VERSION check_version "
+    "decode_from_member decode_from_producer encode",
     "sample": "Assembler LayerCounters Sample SampleHeader decoded_bytes encode_chunks header_of",
 }
 
