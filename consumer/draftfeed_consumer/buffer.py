@@ -11,10 +11,15 @@ from draftfeed_consumer.errors import BufferTooSmall
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample, decoded_bytes
 
+STEP_SECONDS = 0.2
+
 
 class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     capacity_bytes: int = 4 << 30
     """Decoded bytes of all samples received and not yet released by the trainer."""
+    batch_samples: int = 1
+    """Samples that the trainer holds at once before it releases any. A stream whose largest
+    sample does not fit beside so many is refused at the start."""
     window_samples: int = 64
     """Samples to wait for before one of them is drawn at random; 1 keeps the order of arrival."""
     seed: int = 0
@@ -25,7 +30,7 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     is told so after this long: another of its threads may be about to release."""
 
     def __post_init__(self) -> None:
-        for field in ("capacity_bytes", "window_samples"):
+        for field in ("capacity_bytes", "window_samples", "batch_samples"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}, it must be at least 1")
         for field in ("stall_seconds", "hoard_seconds"):
@@ -93,8 +98,18 @@ class Buffer:
         with self._changed:
             self._reserved_bytes -= size_of(sample)
             self._ready.append(sample)
+            self._ended = False  # a sample that somebody gave back comes after the end
             self._arrived_at = time.monotonic()
             self._changed.notify_all()
+
+    def drain(self) -> list[SampleId]:
+        """Drop what the trainer has not taken, and end; the ids of what was dropped."""
+        with self._changed:
+            unseen = [sample.id for sample in self._ready]
+            self._ready.clear()
+            self._ended = True
+            self._changed.notify_all()
+            return unseen
 
     def end(self) -> None:
         """No more will come; `take` gives what is ready and then None."""
@@ -110,18 +125,28 @@ class Buffer:
 
     # trainer
 
+    def wait(self, timeout_seconds: float) -> bool:
+        """Whether `take` would return at once, now or within the time. Raises what it raises."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            while not self._may_draw():
+                self._check_progress()
+                since = time.monotonic()
+                if since >= deadline:
+                    return False
+                self._changed.wait(min(STEP_SECONDS, deadline - since))
+                self._empty_seconds += time.monotonic() - since  # seen while it lasts
+            return True
+
     def take(self) -> Sample | None:
         """A sample drawn from the window, or None at the end of the stream.
 
         Raises what `fail` was given, and BufferTooSmall when the trainer waits for more while what
         it holds leaves no room for it.
         """
+        while not self.wait(STEP_SECONDS):
+            pass
         with self._changed:
-            while not self._may_draw():
-                self._check_progress()
-                since = time.monotonic()
-                self._changed.wait(0.2)
-                self._empty_seconds += time.monotonic() - since  # seen while it lasts
             if self._failure is not None:
                 raise self._failure
             return self._draw() if self._ready else None
@@ -132,6 +157,12 @@ class Buffer:
             self._refused_bytes = 0  # the receiving thread tries again
             self._hoarding_since = None
             return self._held.pop(id, None) is not None
+
+    @property
+    def ended(self) -> bool:
+        """Nothing is left and no more will come."""
+        with self._changed:
+            return self._ended and not self._ready
 
     def statistics(self) -> BufferStatistics:
         with self._changed:

@@ -1,9 +1,7 @@
-"""The client: one thread that keeps a link to the producer and fills the buffer."""
+"""The client: one thread that keeps a link to every producer and fills the buffer."""
 
 import logging
-import math
 import queue
-import secrets
 import socket
 import threading
 import time
@@ -14,51 +12,47 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from draftfeed_consumer.buffer import Buffer
-from draftfeed_consumer.errors import (
-    ConsumerError,
-    ProducerClosing,
-    StreamClosed,
-    StreamLost,
-    StreamRefused,
-)
-from draftfeed_consumer.ledger import Ledger, LedgerState
-from draftfeed_consumer.link import Link, LinkDown
-from draftfeed_consumer.reception import (
+from draftfeed_consumer.actions import (
     Acknowledged,
     Action,
+    Attached,
     CheckpointWanted,
     Closing,
+    Deliver,
+    Drop,
     Ended,
+    Fail,
     Finished,
-    Received,
-    Reception,
-    Reply,
+    Leave,
+    Say,
 )
+from draftfeed_consumer.buffer import Buffer
+from draftfeed_consumer.errors import ConsumerError, StreamClosed
+from draftfeed_consumer.ledger import Ledger, LedgerState
+from draftfeed_consumer.line import Line
+from draftfeed_consumer.link import LinkDown
+from draftfeed_consumer.membership import Membership
 from draftfeed_proto import messages as m
-from draftfeed_proto.descriptor import Descriptor, Expectation
-from draftfeed_proto.errors import DescriptorMismatch, IncompatibleVersion, ProtoError
+from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 
 POLL_MS = 200
-PASSING_REFUSALS = ("held", "malformed", "session")
-"""After these it is worth attaching again; every other refusal is final."""
-RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0)
-"""Pauses between attempts to attach; the last one repeats."""
-FENCE_SECONDS = 10.0
-REPORT_SECONDS = 10.0
-"""How often waiting is mentioned in the log."""
+CONNECTING_POLL_MS = 50
+MESSAGES_AT_ONCE = 64
+"""Of one producer, before the others have their turn."""
+MAX_IO_THREADS = 4
+"""ZeroMQ's: one that resolves a name must not hold up the other links."""
 
 
 class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    address: str = "tcp://127.0.0.1:5550"
-    """Where the producer listens."""
+    addresses: tuple[str, ...] = ("tcp://127.0.0.1:5550",)
+    """Where the producers listen; samples of all of them come through one queue."""
     group: str = "default"
     """Name of the training run."""
-    member: str = "0"
     lost_after_seconds: float = 600.0
     """A link that was up and stays down for longer ends the stream with StreamLost. Before the
     first attachment the consumer waits for as long as it takes."""
@@ -66,10 +60,27 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if self.lost_after_seconds < 0:
             raise ValueError(f"lost_after_seconds is {self.lost_after_seconds}, it must be >= 0")
+        if not self.addresses or len(set(self.addresses)) != len(self.addresses):
+            raise ValueError(f"addresses must name each producer once, not {self.addresses!r}")
+
+
+class ProducerStatistics(NamedTuple):
+    address: str
+    state: str
+    """"down", "linked", "fenced", "granted", "open", "done" or "out"."""
+    attached: bool
+    term: int
+    """In which it granted the stream; 0 = not yet."""
+    offers: int
+    """Samples it has ready and there is no room for."""
+    granted_bytes: int
+    """Decoded, asked for since the process began."""
+    link_down_seconds: float
 
 
 class ClientStatistics(NamedTuple):
     attached: bool
+    """To every producer that must be there."""
     samples: int
     tokens: int
     logical_bytes: int
@@ -77,6 +88,8 @@ class ClientStatistics(NamedTuple):
     """Of chunk frames only."""
     wire_bytes: int
     link_down_seconds: float
+    """Of the producer that was away longest."""
+    producers: tuple[ProducerStatistics, ...] = ()
 
 
 class Client:
@@ -85,110 +98,139 @@ class Client:
     def __init__(
         self,
         config: ClientConfig,
-        expect: Expectation,
         buffer: Buffer,
         ledger: Ledger,
         observe: Callable[[Sample], None] | None = None,
     ) -> None:
         """observe: called in the client's thread with every sample, before the trainer sees it."""
-        self._config, self._expect = config, expect
+        self._config = config
         self._buffer, self._ledger, self._observe = buffer, ledger, observe
-        self._incarnation = secrets.token_hex(8)
-        self._outbox: queue.SimpleQueue[Callable[[Reception], m.FromMember | None]] = (
-            queue.SimpleQueue()
-        )
+        self._outbox: queue.SimpleQueue[Callable[[Membership], list[Action]]] = queue.SimpleQueue()
         self._waker, self._wake_end = socket.socketpair()
         self._waker.setblocking(False)
         self._closing = threading.Event()
-        self._opening = threading.Event()
+        self._drain = False
+        """Plain: a signal handler may set it while its thread holds any lock."""
+        self._at_work_changed = False
+        self._finished = False
+        """The producers have everything they need from us."""
         self.checkpoint_wanted = threading.Event()
-        self._finished = threading.Event()
-        """The producer has everything it needs from us."""
         self.granted = threading.Event()
         """Set when the descriptor is known, or when the stream failed before."""
         self.descriptor: Descriptor | None = None
         self.failure: ConsumerError | None = None
-        self._commit: LedgerState | None = None
+        self.checkpoint_samples = 0
+        """Of the group between two checkpoints; 0 = not known."""
+        self._wanted_number = 0
         self._acknowledged = threading.Condition()
         self._acknowledged_number = 0
-        self._sent_number = 0
-        """Of the commit sent in this session."""
-        self._down_since = time.monotonic()
-        self._reported_at = -math.inf
-        self._was_attached = False
-        self._closing_reason: str | None = None
         self._counts = ClientStatistics(False, 0, 0, 0, 0, 0, 0.0)
+        now = time.monotonic()
+        self._lines = {address: Line(address, now) for address in config.addresses}
+        self._member: Membership | None = None
         self._thread = threading.Thread(target=self._run, name="client", daemon=True)
 
-    def start(self) -> None:
+    def start(self, member: Membership) -> None:
+        """From now on the membership belongs to the thread."""
+        self._member = member
         self._thread.start()
 
-    # called by the trainer's thread
+    # called by the trainer's threads
+
+    @property
+    def term(self) -> int:
+        return self._member.term if self._member else 0
+
+    @property
+    def draining(self) -> bool:
+        return self._drain
 
     def open(self) -> None:
         """The ledger is loaded: samples may come."""
-        self._opening.set()
+        samples = self.checkpoint_samples
+        self._ask(lambda member: member.open(samples))
+
+    def reject(self, id: SampleId, reason: str, state: str) -> None:
+        self._ask(lambda member: member.reject(id, reason, state))
+
+    def commit(self, state: LedgerState) -> None:
+        """Send a durable state until every producer has acknowledged it."""
+        self._wanted_number = state.number
+        self._ask(lambda member: member.commit(state))
+
+    def at_work_changed(self) -> None:
+        self._at_work_changed = True
+        self.wake()
+
+    def drain(self) -> None:
+        """Takes no lock, so that a signal handler may call it."""
+        self._drain = True
         self.wake()
 
     def wake(self) -> None:
-        if not self._closing.is_set():
-            self._nudge()
-
-    def _nudge(self) -> None:
-        with suppress(BlockingIOError):  # full of wake-ups already
+        with suppress(OSError):  # full of wake-ups already, or closed
             self._waker.send(b"\0")
 
-    def reject(self, id: SampleId, reason: str) -> None:
-        """The sample counts as held until this is sent: in a new session it is claimed first, or
-        the producer would send it once more."""
-
-        def message(session: Reception) -> m.FromMember:
-            self._ledger.drop(id)
-            return m.Reject(term=session.term, session=session.session, id=id, reason=reason[:500])
-
-        self._outbox.put(message)
-        self.wake()
-
-    def commit(self, state: LedgerState) -> None:
-        """Send a durable state until the producer has acknowledged it."""
-        self._commit = state
-        self._outbox.put(self._commit_message)
-        self.wake()
-
     def wait_acknowledged(self, timeout_seconds: float) -> bool:
-        """Whether the producer has stored the last commit, now or within the time."""
-        wanted = self._commit.number if self._commit else 0
+        """Whether every producer has stored the last commit, now or within the time."""
         with self._acknowledged:
-            return self._acknowledged.wait_for(
-                lambda: (
-                    self._acknowledged_number >= wanted
-                    or self._finished.is_set()
-                    or self.failure is not None
-                ),
-                timeout_seconds,
+            self._acknowledged.wait_for(
+                lambda: self._is_acknowledged() or self.failure is not None, timeout_seconds
             )
+            return self._is_acknowledged()
+
+    def _is_acknowledged(self) -> bool:
+        return self._finished or self._acknowledged_number >= self._wanted_number
 
     def close(self) -> None:
         if self._closing.is_set():
             return
         self._closing.set()
-        self._nudge()
-        self._thread.join()
+        self.wake()
+        if self._member is not None:
+            self._thread.join()
+        else:
+            self._fail(StreamClosed())
         self._waker.close()
         self._wake_end.close()
 
     def statistics(self) -> ClientStatistics:
-        down = self._counts.link_down_seconds
-        if not self._counts.attached and self._was_attached:
-            down += time.monotonic() - self._down_since
-        return self._counts._replace(link_down_seconds=down)
+        producers = self._producer_statistics()
+        must = [p for p in producers if p.state not in ("done", "out") and p.term]
+        return self._counts._replace(
+            attached=bool(must) and self.granted.is_set() and all(p.attached for p in must),
+            link_down_seconds=max((p.link_down_seconds for p in producers), default=0.0),
+            producers=producers,
+        )
+
+    def _producer_statistics(self) -> tuple[ProducerStatistics, ...]:
+        if self._member is None:
+            return ()
+        now = time.monotonic()
+        return tuple(
+            ProducerStatistics(
+                address=peer.address,
+                state=peer.state,
+                attached=peer.attached,
+                term=peer.term,
+                offers=len(session.offers) if (session := peer.reception) else 0,
+                granted_bytes=peer.granted_bytes,
+                link_down_seconds=self._lines[peer.address].down_seconds(now),
+            )
+            for peer in self._member.peers
+        )
+
+    def _ask(self, event: Callable[[Membership], list[Action]]) -> None:
+        self._outbox.put(event)
+        self.wake()
 
     # the thread
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        assert self._member is not None
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(min(len(self._lines), MAX_IO_THREADS))
         try:
-            self._keep_attached(context)
+            self._serve(context, self._member)
         except ConsumerError as error:
             self._fail(error)
         except Exception as error:
@@ -196,6 +238,8 @@ class Client:
             self._fail(ConsumerError(f"the client stopped: {error}"))
             raise
         finally:
+            for line in self._lines.values():
+                line.drop("closed", time.monotonic())
             context.term()
 
     def _fail(self, error: ConsumerError) -> None:
@@ -205,145 +249,114 @@ class Client:
         with self._acknowledged:
             self._acknowledged.notify_all()
 
-    def _keep_attached(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        attempt = 0
-        while not (self._closing.is_set() or self._finished.is_set()):
-            try:
-                attached = self._attach(context)
-                attempt = 0 if attached else attempt + 1
-            except LinkDown as error:
-                attempt += 1
-                self._check_patience(str(error))
-            self._closing.wait(RETRY_SECONDS[min(attempt, len(RETRY_SECONDS) - 1)])
-        if not self._finished.is_set():
-            self._fail(StreamClosed())
+    def _serve(self, context: "zmq.Context[zmq.Socket[bytes]]", member: Membership) -> None:
+        try:
+            while not (self._closing.is_set() or self._finished):
+                self._connect(context, member)
+                self._wait()
+                for line in self._lines.values():
+                    self._read(member, line)
+                self._obey(member)
+                self._perform(member.grant())
+                self._check_patience(member)
+            self._obey(member)
+            self._perform(member.drain(self._buffer.drain()))
+        finally:
+            for say in member.leave():
+                self._say(say)
+        if not self._finished:
+            raise StreamClosed
 
-    def _check_patience(self, reason: str) -> None:
+    def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", member: Membership) -> None:
         now = time.monotonic()
-        down_seconds = now - self._down_since
-        if self._was_attached and down_seconds > self._config.lost_after_seconds:
-            if self._closing_reason is not None:
-                raise ProducerClosing(self._config.address, self._closing_reason)
-            raise StreamLost(self._config.address, down_seconds)
-        if now - self._reported_at >= REPORT_SECONDS:
-            logger.warning("waiting for the producer at %s: %s", self._config.address, reason)
-            self._reported_at = now
+        for line in self._lines.values():
+            if member.peer(line.address).wanted and line.due(now):
+                line.begin(context, now)
 
-    def _attach(self, context: "zmq.Context[zmq.Socket[bytes]]") -> bool:
-        """Make a link and stay on it. Returns whether it was ever granted."""
-        link = Link(context, self._config.address)
-        granted = False
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_end, zmq.POLLIN)
+        for line in self._lines.values():
+            if line.link is not None:
+                line.link.register(poller)
+        all_up = all(line.linked for line in self._lines.values())
+        ready = dict(poller.poll(POLL_MS if all_up else CONNECTING_POLL_MS))
+        if self._wake_end.fileno() in ready:
+            self._wake_end.recv(4096)
+
+    def _read(self, member: Membership, line: Line) -> None:
+        """What was said before a link went down is read first."""
         try:
-            answer = self._fence(link)
-            granted = answer is not None
-            if answer is None:
-                self._check_patience("it does not answer, or serves another consumer")
-            else:
-                self._stay(link, answer)
-        except (DescriptorMismatch, IncompatibleVersion) as error:
-            raise StreamRefused(self._config.address, "mismatch", str(error)) from error
-        except ProtoError as error:
-            self._check_patience(str(error))
-            granted = False
-        except LinkDown as error:
-            if self._was_attached and not self._finished.is_set():
-                logger.warning("the link to %s is down: %s", self._config.address, error)
-        finally:
-            self._mark_down()
-            link.close()
-        return granted
+            for _ in range(MESSAGES_AT_ONCE):
+                if line.link is None or (got := line.link.receive()) is None:
+                    break
+                self._count(*got)
+                self._perform(member.received(line.address, got[0], got[1]))
+            if line.link is not None and line.link.check() and not line.linked:
+                line.up(time.monotonic())
+                self._perform(member.linked(line.address))
+        except (LinkDown, ProtoError) as error:
+            self._lose(member, line, str(error))
+        if member.peer(line.address).attached and not line.attached:
+            logger.info("attached to %s, term %d", line.address, member.peer(line.address).term)
+            line.attach(time.monotonic())
 
-    def _fence(self, link: Link) -> m.Granted | None:
-        config = self._config
-        link.send(
-            m.Fence(
-                group=config.group,
-                member=config.member,
-                incarnation=self._incarnation,
-                expect=self._expect,
-            )
+    def _count(self, _: m.FromProducer, frame: memoryview | None, wire_bytes: int) -> None:
+        counts = self._counts
+        self._counts = counts._replace(
+            encoded_bytes=counts.encoded_bytes + (len(frame) if frame else 0),
+            wire_bytes=counts.wire_bytes + wire_bytes,
         )
-        answer = self._await_answer(link)
-        if isinstance(answer, m.Refused):
-            if answer.code not in PASSING_REFUSALS:
-                raise StreamRefused(config.address, answer.code, answer.reason)
-            self._check_patience(answer.reason)
-            return None
-        return answer
 
-    def _await_answer(self, link: Link) -> m.Granted | m.Refused | None:
-        poller = self._poller(link)
-        deadline = time.monotonic() + FENCE_SECONDS
-        while not self._closing.is_set() and time.monotonic() < deadline:
-            self._wait(poller)
-            link.check()
-            while (got := link.receive()) is not None:
-                if isinstance(got[0], m.Granted | m.Refused):
-                    return got[0]
-        return None
+    def _lose(self, member: Membership, line: Line, reason: str) -> None:
+        actions = member.unlinked(line.address)
+        self._drop(line, reason)
+        self._perform(actions)
 
-    def _stay(self, link: Link, granted: m.Granted) -> None:
-        m.check_version(granted.version)
-        self._expect.check(granted.descriptor)
-        if granted.stream_id != granted.descriptor.stream_id():
-            raise StreamRefused(
-                self._config.address, "mismatch", "its stream id is not that of its descriptor"
-            )
-        self._mark_up(granted)
-        reception = Reception(granted, self._buffer, self._ledger)
-        poller = self._poller(link)
-        opened = False
-        try:
-            while not (self._closing.is_set() or self._finished.is_set()):
-                if self._opening.is_set() and not opened:
-                    opened = True
-                    self._perform(link, reception.open())
-                    if self._commit is not None:
-                        self._outbox.put(self._commit_message)
-                self._step(link, reception, poller)
-            self._say_goodbye(link, reception)
-        finally:
-            reception.close()
+    def _drop(self, line: Line, reason: str, *, closing: bool = False) -> None:
+        if line.attached:
+            logger.warning("the link to %s is down: %s", line.address, reason)
+        line.drop(reason, time.monotonic(), closing=closing)
 
-    def _step(self, link: Link, reception: Reception, poller: zmq.Poller) -> None:
-        self._wait(poller)
-        self._receive(link, reception)
-        link.check()
-        self._send_outbox(link, reception)
-        self._perform(link, reception.grant())
-
-    def _receive(self, link: Link, reception: Reception) -> None:
-        while (got := link.receive()) is not None:
-            message, frame, wire_bytes = got
-            counts = self._counts
-            self._counts = counts._replace(
-                encoded_bytes=counts.encoded_bytes + (len(frame) if frame else 0),
-                wire_bytes=counts.wire_bytes + wire_bytes,
-            )
-            self._check_refused(message)
-            self._perform(link, reception.received(message, frame))
-
-    def _check_refused(self, message: m.FromProducer) -> None:
-        if isinstance(message, m.Refused) and message.code not in PASSING_REFUSALS:
-            raise StreamRefused(self._config.address, message.code, message.reason)
-
-    def _send_outbox(self, link: Link, reception: Reception) -> None:
+    def _obey(self, member: Membership) -> None:
+        """What the trainer's threads asked for."""
         while not self._outbox.empty():
-            message = self._outbox.get()(reception)
-            if message is not None:
-                link.send(message)
+            self._perform(self._outbox.get()(member))
+        if self._at_work_changed:
+            self._at_work_changed = False  # before reading it: what changes meanwhile sets it again
+            self._perform(member.at_work(self._ledger.at_work))
+        if self._drain and not member.draining:
+            self._perform(member.drain(self._buffer.drain()))
 
-    def _say_goodbye(self, link: Link, reception: Reception) -> None:
-        self._send_outbox(link, reception)
-        link.send(m.Bye(term=reception.term, session=reception.session))
+    def _check_patience(self, member: Membership) -> None:
+        now = time.monotonic()
+        for line in self._lines.values():
+            peer = member.peer(line.address)
+            if not peer.wanted:
+                continue
+            if overdue := line.overdue(peer.state, now):
+                self._lose(member, line, overdue)
+            if line.to_report(now):
+                logger.warning("waiting for the producer at %s: %s", line.address, line.reason)
+            if error := line.lost(self._config.lost_after_seconds, now):
+                raise error
 
-    def _perform(self, link: Link, actions: list[Action]) -> None:
+    def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Reply():
-                    link.send(action.message)
-                case Received():
+                case Say():
+                    self._say(action)
+                case Deliver():
                     self._take(action.sample)
+                case Drop() | Leave():
+                    reason = action.reason if isinstance(action, Drop) else "it is done"
+                    self._drop(self._lines[action.address], reason)
+                case Closing():
+                    reason = action.reason
+                    self._drop(self._lines[action.address], reason, closing=True)
+                case Attached():
+                    self.descriptor = action.descriptor
+                    self.granted.set()
                 case Ended():
                     self._buffer.end()
                 case Acknowledged():
@@ -351,13 +364,17 @@ class Client:
                 case CheckpointWanted():
                     self.checkpoint_wanted.set()
                 case Finished():
-                    self._finished.set()
+                    self._finished = True
                     self._note_acknowledged(self._acknowledged_number)
-                case Closing() if self._finished.is_set():
-                    pass
-                case Closing():
-                    self._closing_reason = action.reason
-                    raise LinkDown(f"the producer is shutting down: {action.reason}")
+                case Fail():
+                    raise action.error
+
+    def _say(self, say: Say) -> None:
+        line = self._lines[say.address]
+        assert line.link is not None
+        line.link.send(say.message)
+        if isinstance(say.message, m.Fence):
+            line.asked(time.monotonic())
 
     def _take(self, sample: Sample) -> None:
         if self._observe is not None:
@@ -374,39 +391,3 @@ class Client:
         with self._acknowledged:
             self._acknowledged_number = max(self._acknowledged_number, number)
             self._acknowledged.notify_all()
-
-    def _commit_message(self, session: Reception) -> m.FromMember | None:
-        state = self._commit
-        if state is None or state.number <= self._sent_number:
-            return None
-        self._sent_number = state.number
-        return m.Commit(
-            term=session.term, session=session.session, number=state.number, trained=state.trained
-        )
-
-    def _mark_up(self, granted: m.Granted) -> None:
-        logger.info("attached to %s, term %d", self._config.address, granted.term)
-        self.descriptor = granted.descriptor
-        self._ledger.follow(granted.commit_number)
-        down = self.statistics().link_down_seconds
-        self._counts = self._counts._replace(attached=True, link_down_seconds=down)
-        self._was_attached = True
-        self._closing_reason = None
-        self._sent_number = self._acknowledged_number
-        self.granted.set()
-
-    def _mark_down(self) -> None:
-        if self._counts.attached:
-            self._counts = self._counts._replace(attached=False)
-            self._down_since = time.monotonic()
-
-    def _poller(self, link: Link) -> zmq.Poller:
-        poller = zmq.Poller()
-        poller.register(self._wake_end, zmq.POLLIN)
-        link.register(poller)
-        return poller
-
-    def _wait(self, poller: zmq.Poller) -> None:
-        ready = dict(poller.poll(POLL_MS))
-        if self._wake_end.fileno() in ready:
-            self._wake_end.recv(4096)

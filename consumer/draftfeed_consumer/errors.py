@@ -9,6 +9,7 @@ ConsumerError (ValueError)
     ├── StreamRefused    the producer will not serve this consumer: configuration, not weather
     ├── ProducerClosing  the producer was shut down in an orderly way and did not come back
     ├── StreamLost       the link was down for longer than allowed
+    ├── Fenced           another consumer took over: this one stops and does not come back
     └── StreamClosed     this consumer closed it
 """
 
@@ -38,7 +39,7 @@ class StateError(ConsumerError):
 
 class AddressError(ConsumerError):
     def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"cannot connect to {address!r}: {reason}; see [producer] address")
+        super().__init__(f"cannot connect to {address!r}: {reason}; see [producer] addresses")
         self.address, self.reason = address, reason
 
 
@@ -62,6 +63,14 @@ class StreamLost(StreamError):
     def __init__(self, address: str, seconds: float) -> None:
         super().__init__(f"{address} has been out of reach for {seconds:.0f} s")
         self.address, self.seconds = address, seconds
+
+
+class Fenced(StreamError):
+    """Whatever was trained since the last durable checkpoint is trained by somebody else."""
+
+    def __init__(self, address: str, reason: str, term: int) -> None:
+        super().__init__(f"another consumer took over at {address}: {reason}")
+        self.address, self.reason, self.term = address, reason, term
 
 
 class StreamClosed(StreamError):

@@ -4,7 +4,8 @@ A fresh socket for every connection means that nothing of an old session can be 
 new one, and that a cut is an event instead of a silence.
 """
 
-import time
+import threading
+from typing import Literal
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -14,7 +15,6 @@ from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedMessage
 from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 
-CONNECT_SECONDS = 2.0
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 """Heartbeats are answered by ZeroMQ's own thread: a trainer that compiles for minutes stays up."""
@@ -27,10 +27,19 @@ class LinkDown(Exception):
 
 
 class Link:
-    """Used by one thread. Messages go out with `send`, come in with `receive`."""
+    """Belongs to the thread that made it; sockets must not be shared.
+
+    Messages go out with `send` when `check` has said that it is up, and come in with `receive`.
+    """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        """Raises LinkDown when nobody answers there, AddressError when it is no address."""
+        """Begins to connect and returns at once: a producer that is down must not hold up the
+        others. Names are resolved again for every link. Raises AddressError when it is no
+        address."""
+        self._thread = threading.get_ident()
+        self.address = address
+        self.state: Literal["connecting", "up", "down"] = "connecting"
+        self._why = "nobody answers there"
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.RECONNECT_IVL, -1),
@@ -40,33 +49,33 @@ class Link:
             (zmq.LINGER, LINGER_MS),
         ):
             self._socket.setsockopt(option, value)
-        self._down = ""
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
         )
         try:
             self._socket.connect(address)
-            self._await_handshake(address)
         except zmq.ZMQError as error:
             self.close()
             raise AddressError(address, str(error).lower()) from error
-        except LinkDown:
-            self.close()
-            raise
 
     def send(self, message: m.Message) -> None:
         """Never raises: a link that takes no more is down, and `check` says so. What the
         producer said before it went is still to be read then."""
+        self._assert_owner()
         try:
             self._socket.send(m.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            self._down = "the producer takes no more messages"
+            self._fall("the producer takes no more messages")
 
     def receive(self) -> tuple[m.FromProducer, memoryview | None, int] | None:
         """(message, chunk frame, bytes on the wire), or None when nothing is there.
 
         Raises ProtoError when it is not of this protocol.
         """
+        self._assert_owner()
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -78,29 +87,32 @@ class Link:
         return message, payload, sum(len(frame) for frame in frames)
 
     def register(self, poller: zmq.Poller) -> None:
+        self._assert_owner()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
 
-    def check(self) -> None:
-        """Raises LinkDown when the connection is gone. Messages may still be waiting."""
-        while self._monitor.poll(0):
+    def check(self) -> bool:
+        """Whether the connection is up, not merely under way. Raises LinkDown when it is gone;
+        messages may still be waiting."""
+        self._assert_owner()
+        while self.state != "down" and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
-            if event in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                self._down = "disconnected"
-        if self._down:
-            raise LinkDown(self._down)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.state, self._why = "up", "disconnected"
+            else:
+                self._fall(self._why)
+        if self.state == "down":
+            raise LinkDown(self._why)
+        return self.state == "up"
 
     def close(self) -> None:
+        self._assert_owner()
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
 
-    def _await_handshake(self, address: str) -> None:
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            if not self._monitor.poll(int(left * 1000) + 1):
-                break
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                return
-            raise LinkDown(f"nobody answers at {address}")
-        raise LinkDown(f"no handshake with {address} within {CONNECT_SECONDS} s")
+    def _fall(self, why: str) -> None:
+        self.state, self._why = "down", why
+
+    def _assert_owner(self) -> None:
+        assert self._thread == threading.get_ident(), "a socket shared between threads"

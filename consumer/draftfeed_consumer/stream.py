@@ -1,21 +1,28 @@
 """`HiddenStateStream`: what a trainer imports."""
 
 import logging
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from draftfeed_consumer.actions import Attach, Identity
+from draftfeed_consumer.attachment import Options
 from draftfeed_consumer.buffer import Buffer, BufferConfig, BufferStatistics
 from draftfeed_consumer.client import Client, ClientConfig, ClientStatistics
-from draftfeed_consumer.errors import StateError
-from draftfeed_consumer.ledger import Ledger, parse
+from draftfeed_consumer.errors import ConsumerError, StateError, StreamClosed
+from draftfeed_consumer.ledger import Ledger, parse, plain
+from draftfeed_consumer.membership import Membership
+from draftfeed_consumer.ranks import Agreement, Life, Ranks
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
 
 Item = dict[str, Any]
 
@@ -39,7 +46,7 @@ class StreamStatistics(NamedTuple):
 
 
 class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
-    """Samples of a producer, each trained exactly once.
+    """Samples of one or more producers, each trained exactly once.
 
     The order of calls: make it, `load_state_dict` when resuming, iterate; `release` a sample when
     its tensors are copied, `trained` when an optimizer step has used it, `state_dict` into the
@@ -55,43 +62,172 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         counters       L LayerCounters
         finish_reason  str
 
-    and ends when the producer has nothing more. Every other end is an error: StreamLost,
-    ProducerClosing, StreamRefused, StreamClosed.
+    and ends when the producers have nothing more, or after `drain`. Every other end is an error:
+    StreamLost, ProducerClosing, StreamRefused, Fenced, StreamClosed. The tensors stay valid for as
+    long as somebody refers to them; `release` is about counting bytes.
+
+    With `ranks`, each rank of a data-parallel run has a stream of its own, and `descriptor`,
+    `state_dict`, `committed`, `wait_committed` and `agree` are collective: all ranks call them in
+    the same order.
     """
 
     def __init__(
-        self, config: StreamConfig, observe: Callable[[Sample], None] | None = None
+        self,
+        config: StreamConfig,
+        observe: Callable[[Sample], None] | None = None,
+        attach: Attach = Attach(),  # noqa: B008 - frozen
+        ranks: Ranks | None = None,
     ) -> None:
-        """Begins to attach and returns at once.
+        """Begins to attach and returns at once. Raises ValueError when `attach` does not fit.
 
         observe: called in another thread with every sample that arrives.
         """
+        _check_without(attach, config.producer.addresses)
+        self._config, self._attach, self._ranks = config, attach, ranks
+        self._process = secrets.token_hex(8)
         self._buffer = Buffer(config.buffer)
         self._ledger = Ledger()
-        self._client = Client(config.producer, config.expect, self._buffer, self._ledger, observe)
+        self._client = Client(config.producer, self._buffer, self._ledger, observe)
+        self._shared = False
         self._iterated = False
         self._rejected = 0
         self._step = 0
         self._metrics: dict[str, float] = {}
         self._on_step: Callable[[int, list[SampleId], dict[str, float]], None] | None = None
-        self._client.start()
+        self._on_idle_checkpoint: Callable[[], object] | None = None
+        if ranks is None or ranks.leader:
+            incarnation = ranks.incarnation if ranks else secrets.token_hex(8)
+            self._client.start(self._membership(incarnation, term=1))
+
+    def _membership(self, incarnation: str, term: int) -> Membership:
+        rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
+        identity = Identity(
+            group=self._config.producer.group,
+            member=str(rank),
+            members=size,
+            leader=rank == 0,
+            incarnation=incarnation,
+            process=self._process,
+        )
+        options = Options(
+            attach=self._attach,
+            expect=self._config.expect,
+            capacity_bytes=self._config.buffer.capacity_bytes,
+            batch_samples=self._config.buffer.batch_samples,
+            term=term,
+        )
+        addresses = self._config.producer.addresses
+        return Membership(addresses, identity, self._buffer, self._ledger, options)
 
     @property
     def descriptor(self) -> Descriptor:
-        """What the stream carries. Waits for the producer; raises StreamRefused."""
-        while not self._client.granted.wait(0.5):
-            pass
+        """What the stream carries. Waits for the producers; raises StreamError."""
+        if self._ranks is not None and not self._shared:
+            self._share(self._ranks)
+        self._wait_granted()
         if self._client.failure is not None:
             raise self._client.failure
         assert self._client.descriptor is not None
         return self._client.descriptor
 
+    def _wait_granted(self) -> None:
+        while not self._client.granted.wait(POLL_SECONDS):
+            if self.draining:
+                raise StreamClosed
+
+    def _share(self, ranks: Ranks) -> None:
+        """The others attach in the term that the leader got."""
+        life = None
+        if ranks.leader:
+            life = self._life(ranks)
+        shared = ranks.share(life, given_up=lambda: self.draining)
+        self._shared = True
+        if ranks.leader:
+            return
+        if not shared.term:
+            raise ConsumerError(f"the first rank did not get the stream: {shared.reason}")
+        self._client.start(self._membership(shared.incarnation, shared.term))
+
+    def _life(self, ranks: Ranks) -> Life:
+        try:
+            self._wait_granted()
+        except StreamClosed as error:
+            return Life(ranks.incarnation, 0, str(error))
+        if self._client.failure is not None:
+            return Life(ranks.incarnation, 0, str(self._client.failure))
+        return Life(ranks.incarnation, self._client.term)
+
     def __iter__(self) -> Iterator[Item]:
         dtype = torch.float16 if self.descriptor.dtype == "fp16" else torch.bfloat16
-        self._iterated = True
-        self._client.open()
-        while (sample := self._buffer.take()) is not None:
+        self._begin()
+        while (sample := self._next(idle=self._save_if_wanted)) is not None:
             yield to_item(sample, dtype)
+
+    def batch(self, samples: int) -> list[Item]:
+        """Up to so many; fewer at the end, after `drain`, and when a checkpoint is wanted while
+        none comes: then the ranks must make one before any can. For loops that `agree`."""
+        dtype = torch.float16 if self.descriptor.dtype == "fp16" else torch.bfloat16
+        self._begin()
+        items: list[Item] = []
+        while len(items) < samples:
+            sample = self._next(idle=lambda: self.checkpoint_wanted)
+            if sample is None:
+                break
+            items.append(to_item(sample, dtype))
+        return items
+
+    def _begin(self) -> None:
+        if not self._iterated:
+            self._iterated = True
+            self._client.open()
+
+    def _next(self, idle: Callable[[], bool]) -> Sample | None:
+        """idle: called while nothing comes; when it is true there will be no sample this time."""
+        while not self.draining and not self._buffer.wait(POLL_SECONDS):
+            if idle():
+                return None
+        if self.draining or (sample := self._buffer.take()) is None:
+            return None
+        self._ledger.take(sample.id)
+        self._client.at_work_changed()
+        return sample
+
+    def _save_if_wanted(self) -> bool:
+        save = self._on_idle_checkpoint
+        if save is not None and self.checkpoint_wanted and self._ledger.uncommitted:
+            save()
+        return False
+
+    def on_idle_checkpoint(self, save: Callable[[], object]) -> None:
+        """Call this, in the iterating thread, while it waits for a sample and the producer asks
+        for a checkpoint: its disk is full, and the trainer would wait for it for ever."""
+        self._on_idle_checkpoint = save
+
+    def checkpoint_every(self, samples: int) -> None:
+        """How many samples the whole group trains between two checkpoints; before iterating. The
+        producers say so when their quota cannot hold as many."""
+        self._client.checkpoint_samples = samples
+
+    def agree(self, have_batch: bool) -> Agreement:
+        """Before each step of a data-parallel run: what all ranks do. See `Agreement`."""
+        draining, wanted = self.draining, self.checkpoint_wanted
+        if self._ranks is None:
+            over = not have_batch and (draining or self._buffer.ended)
+            return Agreement(have_batch, wanted, draining, over)
+        more = not have_batch and not self._buffer.ended
+        agreed = self._ranks.agree(have_batch, more=more, checkpoint=wanted, draining=draining)
+        if agreed.draining:
+            self.drain()
+        return agreed
+
+    def drain(self) -> None:
+        """Stop after what the trainer has: iteration ends, everything it has not seen goes back to
+        the producers. Checkpoints and commits work until `close`. For signal handlers too."""
+        self._client.drain()
+
+    @property
+    def draining(self) -> bool:
+        return self._client.draining
 
     def release(self, ids: Iterable[SampleId]) -> None:
         """The tensors are copied or no longer needed: their room may be used again."""
@@ -108,6 +244,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         """
         done = list(ids)
         self._ledger.train(done)
+        self._client.at_work_changed()
         self._step, self._metrics = step, metrics or {}
         self.release(done)
         if self._on_step is not None:
@@ -122,8 +259,15 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         """This sample is not to be trained, now or ever; the producer reports it."""
         logger.warning("rejected sample %s: %s", id, reason)
         self._rejected += 1
-        self._client.reject(id, reason)
+        self._client.reject(id, reason, "rejected")
         self.release([id])
+
+    def tail(self, ids: Iterable[SampleId]) -> None:
+        """The last few, which did not fill an optimizer step of a trainer that needs full ones.
+        They are not to be trained; the producer reports them as `tail`."""
+        for id in ids:
+            self._client.reject(id, "did not fill an optimizer step", "tail")
+            self.release([id])
 
     @property
     def checkpoint_wanted(self) -> bool:
@@ -134,9 +278,17 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         return self._client.checkpoint_wanted.is_set()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint made now must hold. Plain values; take it at a step boundary."""
+        """What a checkpoint made now must hold. Plain values; take it at a step boundary.
+
+        Of the whole group, the same on every rank: any number of ranks can load it.
+        """
         self._client.checkpoint_wanted.clear()
-        return self._ledger.state(self.descriptor.stream_id())
+        state = self._ledger.state(self.descriptor.stream_id())
+        if self._ranks is None:
+            return state
+        merged = self._ranks.union(parse(state))
+        self._ledger.join(merged)
+        return plain(merged)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint, before iterating.
@@ -155,14 +307,20 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         self._ledger.load(state)
 
     def committed(self, state: dict[str, Any]) -> None:
-        """The checkpoint that holds `state` is durable. Returns at once."""
+        """The checkpoint that holds `state` is durable. Returns at once; with ranks, when it is
+        durable on all of them."""
         durable = parse(state)
+        if self._ranks is not None:
+            self._ranks.barrier()
         self._ledger.committed(durable)
         self._client.commit(durable)
 
     def wait_committed(self, timeout_seconds: float = 30.0) -> bool:
-        """Whether the producer has stored the last commit, now or within the time."""
-        return self._client.wait_acknowledged(timeout_seconds)
+        """Whether every producer has stored the last commit, now or within the time."""
+        if self._ranks is None:
+            return self._client.wait_acknowledged(timeout_seconds)
+        known = not self._ranks.leader or self._client.wait_acknowledged(timeout_seconds)
+        return self._ranks.all_true(known)
 
     def statistics(self) -> StreamStatistics:
         return StreamStatistics(
@@ -176,8 +334,20 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         )
 
     def close(self) -> None:
-        """Leave: what is held goes back to the producer's queue."""
+        """Leave: what the trainer has not seen goes back to the producers at once, the rest when
+        the next consumer attaches."""
         self._client.close()
+
+
+def _check_without(attach: Attach, addresses: tuple[str, ...]) -> None:
+    strange = set(attach.without) - set(addresses)
+    if strange:
+        raise ValueError(
+            f"--without {', '.join(sorted(strange))}: not one of [producer] addresses, which are "
+            f"{', '.join(addresses)}"
+        )
+    if set(attach.without) == set(addresses):
+        raise ValueError("--without names every producer; at least one must be there")
 
 
 def to_item(sample: Sample, dtype: torch.dtype = torch.float16) -> Item:

@@ -1,0 +1,105 @@
+"""The line to one producer: the link, when there is one, and the patience with it."""
+
+from typing import Literal
+
+import zmq
+
+from draftfeed_consumer.errors import ProducerClosing, StreamError, StreamLost
+from draftfeed_consumer.link import Link
+
+RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0)
+"""Pauses between attempts to connect; the last one repeats."""
+CONNECT_SECONDS = 2.0
+ANSWER_SECONDS = 10.0
+"""For a producer to answer a Fence."""
+REPORT_SECONDS = 10.0
+"""How often waiting is mentioned in the log."""
+
+
+class Line:
+    """Times are monotonic seconds, given by the caller."""
+
+    def __init__(self, address: str, now: float) -> None:
+        self.address = address
+        self.link: Link | None = None
+        self.linked = False
+        """The handshake was seen."""
+        self.was_attached = False
+        self.attached = False
+        self.reason = "not tried yet"
+        """Why there is no link."""
+        self._closing_reason: str | None = None
+        self._attempts = 0
+        self._retry_at = now
+        self._since = now
+        """When the link was begun, or asked for the stream."""
+        self._down_since = now
+        self._reported_at = now - REPORT_SECONDS
+        self._down_seconds = 0.0
+
+    def due(self, now: float) -> bool:
+        return self.link is None and now >= self._retry_at
+
+    def begin(self, context: "zmq.Context[zmq.Socket[bytes]]", now: float) -> None:
+        """Raises AddressError."""
+        self.link = Link(context, self.address)
+        self.linked = False
+        self._since = now
+
+    def up(self, now: float) -> None:
+        self.linked = True
+        self._since = now
+
+    def overdue(self, state: Literal["fenced"] | str, now: float) -> str:
+        """What has taken too long; "" when nothing has."""
+        if self.link is None:
+            return ""
+        if not self.linked and now - self._since > CONNECT_SECONDS:
+            return f"no connection within {CONNECT_SECONDS:.0f} s"
+        if state == "fenced" and now - self._since > ANSWER_SECONDS:
+            return f"no answer within {ANSWER_SECONDS:.0f} s"
+        return ""
+
+    def asked(self, now: float) -> None:
+        self._since = now
+
+    def attach(self, now: float) -> None:
+        """The producer granted the stream."""
+        if not self.attached and self.was_attached:
+            self._down_seconds += now - self._down_since
+        self.attached = self.was_attached = True
+        self._attempts = 0
+        self._closing_reason = None
+
+    def drop(self, reason: str, now: float, *, closing: bool = False) -> None:
+        """Close the link, and pause before the next one."""
+        if self.link is not None:
+            self.link.close()
+        if self.attached:
+            self._down_since = now
+        self.link, self.attached, self.linked, self.reason = None, False, False, reason
+        if closing:
+            self._closing_reason = reason
+        self._retry_at = now + RETRY_SECONDS[min(self._attempts, len(RETRY_SECONDS) - 1)]
+        self._attempts += 1
+
+    def lost(self, after_seconds: float, now: float) -> StreamError | None:
+        """The error of having waited too long for a producer that was there."""
+        down_seconds = now - self._down_since
+        if self.attached or not self.was_attached or down_seconds <= after_seconds:
+            return None
+        if self._closing_reason is not None:
+            return ProducerClosing(self.address, self._closing_reason)
+        return StreamLost(self.address, down_seconds)
+
+    def to_report(self, now: float) -> bool:
+        """Whether to say that it is waited for."""
+        waiting = not self.attached and self._attempts > 0
+        if not waiting or now - self._reported_at < REPORT_SECONDS:
+            return False
+        self._reported_at = now
+        return True
+
+    def down_seconds(self, now: float) -> float:
+        going_on = now - self._down_since if self.was_attached and not self.attached else 0.0
+        return self._down_seconds + going_on

@@ -1,0 +1,149 @@
+"""What the ranks of one training run tell each other, over a gloo group of their own.
+
+A group of its own because the trainer's collectives may run in another thread and on a GPU. Every
+call is collective: all ranks make the same ones in the same order.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from draftfeed_consumer.errors import StreamClosed
+from draftfeed_consumer.ledger import LedgerState, union
+
+WAIT_TIMEOUT = timedelta(days=7)
+"""Of a collective. Ranks wait for a producer for as long as it takes; one that died is noticed at
+once by its connection."""
+POLL_SECONDS = 0.02
+
+
+class Life(msgspec.Struct, frozen=True):
+    """What the leader tells the others before they attach."""
+
+    incarnation: str
+    term: int
+    """0: the leader did not get the stream."""
+    reason: str = ""
+
+
+class Agreement(NamedTuple):
+    """The same on every rank."""
+
+    step: bool
+    """Some rank has a batch: all take the step, those without one with a weight of zero."""
+    checkpoint: bool
+    """A producer asked some rank for a checkpoint: all make one after this step."""
+    draining: bool
+    """Some rank was told to stop: all stop after this step."""
+    over: bool
+    """No step, and no batch will come: the run is at its end."""
+
+
+class Ranks:
+    """Rank 0 leads: it begins terms and commits."""
+
+    def __init__(self) -> None:
+        """torch.distributed is initialised, with all ranks. Collective."""
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.incarnation = secrets.token_hex(8) if self.rank == 0 else ""
+        """Of the group; known to all after `share`."""
+        self._group = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
+
+    @classmethod
+    def from_environment(cls) -> "Ranks | None":
+        """What torchrun started, or None when there is one process only.
+
+        Initialises torch.distributed when nobody has: a trainer that would do so itself asks
+        `torch.distributed.is_initialized()` first, as torchrun's examples do.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            return None
+        if not dist.is_initialized():
+            gpu = torch.cuda.is_available()
+            dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        return cls()
+
+    @property
+    def leader(self) -> bool:
+        return self.rank == 0
+
+    def share(self, life: Life | None, given_up: Callable[[], bool] = lambda: False) -> Life:
+        """The leader's, on every rank. The others pass None and wait, until `given_up`.
+
+        Raises StreamClosed when it is.
+        """
+        shared = self._broadcast(life, given_up)
+        self.incarnation = shared.incarnation
+        return shared
+
+    def union(self, state: LedgerState) -> LedgerState:
+        """One state of the group: the leader's, with what every rank trained."""
+        states = [msgspec.json.decode(part, type=LedgerState) for part in self._gather(state)]
+        return union(states)
+
+    def all_true(self, here: bool) -> bool:
+        """Whether it is so on every rank."""
+        return not self._any([not here])[0]
+
+    def barrier(self) -> None:
+        """Every rank has come as far."""
+        dist.barrier(group=self._group)
+
+    def agree(
+        self,
+        have_batch: bool,
+        *,
+        more: bool = False,
+        checkpoint: bool = False,
+        draining: bool = False,
+    ) -> Agreement:
+        """Before each step: whether all take it, so that no rank waits for ever in the gradients'
+        all-reduce for one that has run out of samples.
+
+        more: this rank has no batch now, but its stream has not ended.
+        """
+        step, more, checkpoint, draining = self._any([have_batch, more, checkpoint, draining])
+        return Agreement(step, checkpoint, draining, over=not step and (draining or not more))
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)
+
+    def _any(self, flags: list[bool]) -> list[bool]:
+        votes = torch.tensor(flags, dtype=torch.int64)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
+        return [bool(vote) for vote in votes]
+
+    def _broadcast(self, life: Life | None, given_up: Callable[[], bool]) -> Life:
+        data = msgspec.json.encode(life) if self.leader else b""
+        size = torch.tensor([len(data)])
+        self._wait_for(dist.broadcast(size, 0, group=self._group, async_op=True), given_up)
+        buffer = bytearray(data or bytes(int(size)))
+        payload = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._wait_for(dist.broadcast(payload, 0, group=self._group, async_op=True), given_up)
+        return msgspec.json.decode(buffer, type=Life)
+
+    def _wait_for(self, work: dist.Work | None, given_up: Callable[[], bool]) -> None:
+        """In steps, so that a signal is heard."""
+        assert work is not None
+        while not work.is_completed():
+            if given_up():
+                raise StreamClosed
+            time.sleep(POLL_SECONDS)
+        work.wait()
+
+    def _gather(self, state: LedgerState) -> list[bytes]:
+        data = msgspec.json.encode(state)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        longest = int(max(sizes))
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
+        dist.all_gather(parts, padded, group=self._group)
+        return [bytes(part.numpy()[: int(n)]) for part, n in zip(parts, sizes, strict=True)]
