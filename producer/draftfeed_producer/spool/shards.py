@@ -64,18 +64,22 @@ def _owned(control: Control, directory: Path) -> Owned:
     return control.owned
 
 
+def begun(reader: Reader) -> Ranges:
+    """Shards of which something was stored, committed or ended in this spool."""
+    control = reader.control
+    ids = IdSet([*(record.header.id for record in reader.records()), *control.tombstones])
+    ids.update(control.committed)
+    shards: Ranges = ()
+    for _, _, shard, _ in ids.within(reader.owner.prompts).to_wire():
+        shards = union(shards, (shard, shard + 1))
+    return shards
+
+
 def _check_not_begun(reader: Reader, ranges: Ranges) -> None:
-    owner, control = reader.owner, reader.control
-    moved = _with_ranges(owner.prompts, ranges)
-    begun = IdSet([*(record.header.id for record in reader.records()), *control.tombstones])
-    begun.update(control.committed)
-    partitions = begun.within(moved).to_wire()
-    if partitions:
-        shards = [shard for _, _, shard, _ in partitions]
-        numbers = ", ".join(map(str, shards))
+    if stuck := difference(ranges, difference(ranges, begun(reader))):
         raise ShardError(
-            f"{reader.directory}: shard {numbers} is begun: what is stored, committed or rejected "
-            "of it is in this spool and stays there"
+            f"{reader.directory}: shard {format_ranges(stuck)} is begun: what is stored, committed "
+            "or rejected of it is in this spool and stays there"
         )
 
 
