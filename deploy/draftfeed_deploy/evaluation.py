@@ -6,7 +6,7 @@ from draftfeed_consumer.evaluate import accepted_length, heldout_loss
 from draftfeed_consumer.stream import to_item
 from draftfeed_consumer.trainers import TrainerConfig
 from draftfeed_consumer.trainers.dflash import load_config
-from draftfeed_consumer.trainers.specforge_hooks import latest_checkpoint
+from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_deploy.records import Evaluation
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import TransformersConfig, make_engine

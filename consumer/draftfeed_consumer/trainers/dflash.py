@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from draftfeed_consumer.errors import TrainerError
+from draftfeed_consumer.trainers.specforge_checkpoints import STATE_FILE
 
 with warnings.catch_warnings():
     # SpecForge misses flash_attn in a module that is not used here.
@@ -28,7 +29,6 @@ with warnings.catch_warnings():
     from specforge.training.model_loading import load_draft_config_source
 
 Init = Literal["random", "target"]
-STATE_FILE = "training_state.pt"
 PLAIN_TARGETS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Model types whose norms multiply by w and whose blocks are the drafter's. Others (Gemma,
 Qwen3.5) multiply by 1 + w: their weights mean something else here."""

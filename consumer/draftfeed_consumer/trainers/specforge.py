@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.trainers import SampleStream, TrainerRun, TrainResult
+from draftfeed_consumer.trainers.specforge_checkpoints import RUN_ID, latest_checkpoint
 from draftfeed_consumer.trainers.specforge_options import SpecForgeOptions, parse_options
 from draftfeed_consumer.trainers.specforge_process import (
     ENVIRONMENT,
@@ -27,15 +28,23 @@ logger = logging.getLogger(__name__)
 
 VERSION = "0.2.0"
 INSTALL = f"pip install 'draftfeed[specforge]' && pip install --no-deps specforge=={VERSION}"
-RUN_ID = "drafter"
 SCHEDULE_STEPS = 1 << 20
 """SpecForge gives warm-up as a fraction of a length that a live stream does not have."""
 
 
 def check(run: TrainerRun) -> None:
-    """Raises TrainerError for options that cannot work, and when SpecForge is not installed."""
-    parse_options(run.options)
+    """Raises TrainerError for options that cannot work, and when SpecForge is not installed.
+
+    Before a stream is taken from another node: afterwards it would stand still.
+    """
+    options = parse_options(run.options)
     _ = run.target_dir
+    if options.resume_from is None and latest_checkpoint(run.output_dir) is not None:
+        raise TrainerError(
+            f"output_dir {run.output_dir} holds the checkpoints of another run, which would get "
+            f'mixed up with this one\'s; set options.resume_from = "latest" or choose another '
+            f"directory"
+        )
     for package in ("torch", "transformers", "accelerate", "pydantic", "yaml", "psutil"):
         if importlib.util.find_spec(package) is None:
             raise TrainerError(f"kind = 'specforge' needs {package}; run: {INSTALL}")
@@ -78,9 +87,9 @@ def train(stream: SampleStream, run: TrainerRun) -> TrainResult:
     """
     check(run)
     options = parse_options(run.options)
-    resume = _resume_from(options, run.output_dir)
-    config = draft_config(run, stream.descriptor.layer_ids)
+    config = draft_config(run, stream.descriptor.layer_ids)  # waits until the stream is granted
     _check_target(stream, config)
+    resume = _resume_from(options, run.output_dir)
     run.output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         stack.enter_context(environment(ENVIRONMENT))
@@ -123,6 +132,7 @@ class _Training:
         self._checkpoints = self._take_over(self._trainer._controller)
 
     def fit(self) -> TrainResult:
+        self._stream.checkpoint_every(self._options.window * self._options.save_interval_steps)
         self._feeder.start()
         try:
             steps = self._trainer.fit()
@@ -138,10 +148,13 @@ class _Training:
         self._feeder.stop()
 
     def _result(self, steps: int) -> TrainResult:
-        tail = tuple(self._shelf.tail)
+        """The last checkpoint is committed: now those that did not fill a step are let go."""
+        # A consumer that drains leaves them to whoever comes next.
+        tail = () if self._stream.draining else tuple(self._shelf.tail)
         if tail:
             names = ", ".join(str(id) for id in tail)
             logger.warning("%d samples did not fill a last step, untrained: %s", len(tail), names)
+            self._stream.tail(tail)
         return TrainResult(
             steps, self._ledger.trained, self._feeder.rejected, tail, self._checkpoints.last
         )
@@ -177,7 +190,7 @@ class _Training:
 
     def _take_over(self, controller: Any) -> "Checkpoints":
         """Where SpecForge has no parameter for what is ours."""
-        from draftfeed_consumer.trainers.specforge_hooks import Checkpoints
+        from draftfeed_consumer.trainers.specforge_hooks import Checkpoints, IdleCheckpoints
 
         checkpoints = Checkpoints(
             self._stream,
@@ -189,7 +202,17 @@ class _Training:
         controller._checkpoint_mgr = checkpoints
         controller._make_progress_bar = lambda: None  # the terminal is not ours
         self._ledger.on_step = self._checkpoint_when_wanted
+        idle = IdleCheckpoints(self._stream, self._trainer.save_checkpoint, self._boundary)
+        # Between two looks at its feed the training thread sleeps: nowhere else is it idle.
+        self._trainer._loader.queue._sleep = idle.sleep
         return checkpoints
+
+    def _boundary(self) -> int | None:
+        """The last optimizer step, when no gradients of another one are accumulated."""
+        if self._trainer.core.accumulation_remainder:
+            return None
+        step: int = self._trainer.global_step
+        return step
 
     def _checkpoint_when_wanted(self) -> None:
         """SpecForge looks at its interval after every step: with 1 it saves after this one."""
@@ -232,16 +255,11 @@ def _resume_contract(algorithm: Any, model: Any, config: "DraftConfig") -> Any:
 
 
 def _resume_from(options: SpecForgeOptions, output_dir: Path) -> Path | None:
-    from draftfeed_consumer.trainers.specforge_hooks import latest_checkpoint
-
-    newest = latest_checkpoint(output_dir)
-    if options.resume_from is None and newest is not None:
-        raise TrainerError(
-            f"output_dir {output_dir} holds the checkpoints of another run, which this one would "
-            f'overwrite; set options.resume_from = "latest" or choose another directory'
-        )
-    if options.resume_from is None or options.resume_from == "latest":
-        return newest
+    """To be called when the stream is granted: see `specforge_checkpoints`."""
+    if options.resume_from is None:
+        return None
+    if options.resume_from == "latest":
+        return latest_checkpoint(output_dir)
     return Path(options.resume_from).expanduser()
 
 

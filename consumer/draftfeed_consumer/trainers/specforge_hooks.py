@@ -7,10 +7,9 @@
 Written against SpecForge 0.2.0; needs the `specforge` extra.
 """
 
-import json
 import logging
-import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,16 +21,22 @@ from specforge.runtime.data_plane.feature_store import FeatureStore
 from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChannel
 from specforge.training.checkpoint import CheckpointManager
 
-from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.policy import Policy, verdict
 from draftfeed_consumer.trainers import Item, SampleStream
+from draftfeed_consumer.trainers.specforge_checkpoints import (
+    checkpoint_name,
+    fsync_directory,
+    rotate,
+    write_durably,
+)
 from draftfeed_proto.ids import SampleId
 
 logger = logging.getLogger(__name__)
 
-POINTER = "latest.json"
 ACKNOWLEDGED = "optimizer-boundary-durable-ack"
 """SpecForge's reason for dropping a sample that was trained; every other reason is a loss."""
+LONGEST_PAUSE = 9
+"""Between checkpoints that do not help: 2**9 seconds."""
 
 
 class Shelved(NamedTuple):
@@ -177,11 +182,14 @@ class AckLedger(MetadataStore):  # type: ignore[misc]
 
 
 class Checkpoints(CheckpointManager):  # type: ignore[misc]
-    """SpecForge's checkpoints, with the stream's state inside, durable before they are reported."""
+    """SpecForge's checkpoints, with the stream's state inside, durable before they are reported,
+    and with names that keep apart what different nodes save."""
 
     def __init__(self, stream: SampleStream, ledger: AckLedger, **options: Any) -> None:
         super().__init__(**options)
         self._stream, self._ledger = stream, ledger
+        self._name = ""
+        """Of the checkpoint being made."""
         self.last: Path | None = None
         self.error: BaseException | None = None
 
@@ -190,62 +198,76 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
     ) -> str:
         assert state is not None
         assert self._ledger.step == step, (self._ledger.step, step)
-        state["draftfeed"] = self._stream.state_dict()
+        state["draftfeed"] = made = self._stream.state_dict()
+        self._name = checkpoint_name(made, step)
         # At the end of a stream SpecForge counts the epoch as done, and a resume would train
         # nothing. Where we are in the data is the stream's to know.
         state.update(epoch=0, epoch_batch=0, epoch_samples=0)
         saved: str = super().save(state, step, rank_state=rank_state)
         self.last = Path(saved)
-        _point_to(self.last)
         logger.info("checkpoint of step %d in %s", step, saved)
-        self._stream.committed(state["draftfeed"])
+        self._stream.committed(made)
         return saved
 
+    def checkpoint_dir(self, step: int) -> str:
+        return str(Path(self.output_dir) / self._name)
+
     def _atomic_save(self, obj: Any, path: str) -> None:  # pyright: ignore
-        """Before SpecForge rotates older checkpoints away, this one is on the disk."""
+        """Before older checkpoints are rotated away, this one is on the disk."""
         try:
             write_durably(Path(path), lambda file: torch.save(obj, file))
-            _fsync(Path(path).parent.parent)
+            fsync_directory(Path(path).parent.parent)
         except BaseException as error:
             self.error = error  # SpecForge passes on only its text
             raise
 
+    def _rewind(self, step: int) -> None:
+        """Nothing: SpecForge would first delete what has as many steps, the last checkpoint when
+        it is made again, and those of a newer node when this one was replaced."""
 
-def _point_to(checkpoint: Path) -> None:
-    """SpecForge's `latest` link is removed and made again: it can be missing after a crash."""
-    content = json.dumps({"checkpoint": checkpoint.name}).encode()
-    write_durably(checkpoint.parent / POINTER, lambda file: file.write(content))
+    def _point(self, name: str, ckpt_dir: str) -> None:
+        """Nothing: whoever comes last would point to his own."""
 
-
-def latest_checkpoint(output_dir: Path) -> Path | None:
-    """The newest durable checkpoint of a run, or None. Raises TrainerError."""
-    pointer = output_dir / POINTER
-    if not pointer.is_file():
-        return None
-    try:
-        return output_dir / str(json.loads(pointer.read_text())["checkpoint"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise TrainerError(
-            f"{pointer} is damaged ({error}); name a checkpoint in options.resume_from"
-        ) from None
+    def _rotate(self, keep_step: int) -> None:
+        rotate(Path(self.output_dir), self.max_checkpoints)
 
 
-def write_durably(path: Path, write: Callable[[Any], Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    _fsync(path.parent)
+class IdleCheckpoints:
+    """Makes the checkpoint that a producer wants while the training thread waits for samples.
 
+    A full spool waits for a checkpoint; a trainer that saves only after a step would wait for the
+    spool, and both for ever. A producer frees what its last few checkpoints all contain, so that
+    more than one may be needed with nothing trained in between. If that does not help either,
+    each further one comes after a longer pause.
+    """
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def __init__(
+        self, stream: SampleStream, save: Callable[[], object], step: Callable[[], int | None]
+    ) -> None:
+        """step: the last one, at an optimizer boundary; None elsewhere."""
+        self._stream, self._save, self._step = stream, save, step
+        self._saved_step = -1
+        self._repeats = 0
+        self._due = 0.0
+        self._warned = False
+
+    def sleep(self, seconds: float) -> None:
+        """What SpecForge does between two looks at the feed."""
+        if self._stream.checkpoint_wanted and time.monotonic() >= self._due:
+            self._make()
+        time.sleep(seconds)
+
+    def _make(self) -> None:
+        step = self._step()
+        if step == 0 and not self._warned:
+            logger.warning("the producer's spool is full before one optimizer step has its samples")
+            self._warned = True
+        if not step:
+            return
+        self._repeats = self._repeats + 1 if step == self._saved_step else 0
+        self._saved_step = step
+        self._save()
+        self._due = time.monotonic() + 2 ** min(self._repeats, LONGEST_PAUSE) - 1
 
 
 class Feeder:
