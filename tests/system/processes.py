@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import stub_trainer
 from draftfeed_producer.engines.synthetic import SyntheticConfig, synthetic_prompts
 from waiting import eventually
 
@@ -97,9 +98,9 @@ class Run:
 
     def trained(self) -> dict[str, int]:
         """What the checkpoint's model state says, and no ledger of ours."""
-        counts: dict[str, int] = json.loads((self.directory / "out/checkpoint.json").read_text())[
-            "counts"
-        ]
+        path = stub_trainer.newest(self.directory / "out")
+        assert path is not None, "no checkpoint"
+        counts: dict[str, int] = json.loads(path.read_text())["counts"]
         return counts
 
     def expected(self) -> dict[str, int]:

@@ -13,24 +13,34 @@ CHECKPOINT_STEPS = 5
 
 
 def train(stream: HiddenStateStream, run: TrainerRun) -> None:
-    path = run.output_dir / "checkpoint.json"
-    counts: Counter[str] = Counter()
+    assert stream.descriptor  # the stream is ours: what an older node still saves cannot count
     interval: int = run.options.get("checkpoint_steps", CHECKPOINT_STEPS)
-    if path.exists():
+    counts: Counter[str] = Counter()
+    if (path := newest(run.output_dir)) is not None:
         loaded = json.loads(path.read_text())
         counts.update(loaded["counts"])
         stream.load_state_dict(loaded["draftfeed"])
+
+    def save() -> None:
+        _save(run.output_dir, counts, stream)
+
+    stream.on_idle_checkpoint(save)
     for step, item in enumerate(stream, start=1):
         counts[str(item["id"])] += 1
         stream.trained([item["id"]], step, {"loss": 1 / step})
         if step % interval == 0 or stream.checkpoint_wanted:
-            save(path, counts, stream)
-    save(path, counts, stream)
+            save()
+    save()
 
 
-def save(path: Path, counts: "Counter[str]", stream: HiddenStateStream) -> None:
+def newest(directory: Path) -> Path | None:
+    """The checkpoint of the highest (term, number)."""
+    return max(directory.glob("checkpoint-*.json"), default=None, key=lambda path: path.name)
+
+
+def _save(directory: Path, counts: "Counter[str]", stream: HiddenStateStream) -> None:
     state: dict[str, Any] = stream.state_dict()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = directory / f"checkpoint-{state['term']:06d}-{state['number']:08d}.json"
     part = path.with_suffix(".part")
     with part.open("w") as file:
         json.dump({"counts": counts, "draftfeed": state}, file)

@@ -49,9 +49,12 @@ def checkpoint_name(state: dict[str, Any], step: int) -> str:
 
 def saved_checkpoints(output_dir: Path) -> list[Saved]:
     """Oldest first, those that are not complete included."""
-    paths = output_dir.iterdir() if output_dir.is_dir() else ()
-    named = ((_NAME.fullmatch(path.name), path) for path in paths)
-    return sorted(Saved(*map(int, match.groups()), path) for match, path in named if match)
+    saved = []
+    for path in output_dir.iterdir() if output_dir.is_dir() else ():
+        if match := _NAME.fullmatch(path.name):
+            term, number, step = map(int, match.groups())
+            saved.append(Saved(term, number, step, path))
+    return sorted(saved)
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
