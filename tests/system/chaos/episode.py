@@ -30,9 +30,9 @@ class Result(NamedTuple):
 def run(plan: Plan, directory: Path, say: Callable[[str], None]) -> Result:
     began = time.monotonic()
     world = World(plan, directory)
-    schedule = Schedule(world, plan.seed)
+    schedule = Schedule(world, plan.seed, say)
     try:
-        broken = _broken(world, schedule, say)
+        broken = _broken(world, schedule)
         if broken:
             _keep(world, broken)
         trained, terminal = len(world.last_checkpoint().counts), len(world.terminal())
@@ -42,9 +42,9 @@ def run(plan: Plan, directory: Path, say: Callable[[str], None]) -> Result:
         world.close()
 
 
-def _broken(world: World, schedule: Schedule, say: Callable[[str], None]) -> list[str]:
+def _broken(world: World, schedule: Schedule) -> list[str]:
     try:
-        _break_things(world, schedule, say)
+        _break_things(world, schedule)
         _let_it_end(world, schedule)
     except Broken as error:
         return [str(error)]
@@ -56,18 +56,14 @@ def _broken(world: World, schedule: Schedule, say: Callable[[str], None]) -> lis
     return found
 
 
-def _break_things(world: World, schedule: Schedule, say: Callable[[str], None]) -> None:
-    said = 0
+def _break_things(world: World, schedule: Schedule) -> None:
     _settle(world, schedule)
     deadline = time.monotonic() + FAULTS_SECONDS_EACH * world.plan.faults
     while schedule.began() < world.plan.faults and not world.over():
         _tick(world)
         schedule.turn(time.monotonic())
-        if len(schedule.happened) > said:
-            said = len(schedule.happened)
-            say(f"{said:4d}  {schedule.happened[-1].kind}  {schedule.happened[-1].detail}")
         if time.monotonic() > deadline:
-            raise Broken(f"only {said} of {world.plan.faults} faults could be made: no progress")
+            raise Broken(f"only {schedule.began()} of {world.plan.faults} faults could be made")
 
 
 def _settle(world: World, schedule: Schedule) -> None:

@@ -47,7 +47,7 @@ def missing() -> str:
 
 
 class Hosts:
-    """Makes the hosts; they are inside `shelter`, so there is nothing to take down."""
+    """To be made inside `shelter`, one at a time."""
 
     def __init__(self) -> None:
         _run("mount", "-t", "tmpfs", "hosts", "/run")
@@ -70,6 +70,11 @@ class Hosts:
     def heal(self, host: str) -> None:
         _run("ip", "-n", SWITCH, "link", "set", host, "up")
 
+    def close(self) -> None:
+        for name in (SWITCH, *ADDRESSES):
+            _run("ip", "netns", "del", name)
+        _run("umount", "--recursive", "/run")
+
 
 def on(host: str, command: Sequence[str]) -> list[str]:
     """The same command on a host; its process id stays that of what is started."""
@@ -88,6 +93,10 @@ def connect(host: str, port: int) -> socket.socket:
 def small_disk(path: Path, size_bytes: int) -> None:
     path.mkdir(parents=True)
     _run("mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "spool", str(path))
+
+
+def take_out(disk: Path) -> None:
+    _run("umount", "--lazy", str(disk))
 
 
 def _inside(host: str, make: Callable[[], T]) -> T:

@@ -3,7 +3,7 @@
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -31,11 +31,10 @@ class Active:
 
 
 class Schedule:
-    def __init__(self, world: World, seed: int, kinds: Sequence[Kind] = KINDS) -> None:
-        self._world = world
+    def __init__(self, world: World, seed: int, say: Callable[[str], None]) -> None:
+        self._world, self._say = world, say
         self._rng = random.Random(seed)
         self.patient = self._rng.random() < 0.7
-        self._kinds = kinds
         self._deck: list[Kind] = []
         self._active: list[Active] = []
         self._next_at = 0.0
@@ -68,7 +67,7 @@ class Schedule:
     def _begin(self) -> None:
         taken = {claim for active in self._active for claim in active.scene.claims}
         if not self._deck:
-            self._deck = self._rng.sample(self._kinds, len(self._kinds))
+            self._deck = self._rng.sample(KINDS, len(KINDS))
         for kind in self._deck:
             claims = kind.claims(self._world, self._rng)
             if claims and not claims & taken:
@@ -86,6 +85,7 @@ class Schedule:
         self.happened.append(Happened(mark.kind, mark.began, ended, mark.detail))
         lasted = round(ended - mark.began, 3)
         self._world.note(f"{mark.kind}: over", detail=mark.detail, seconds=lasted)
+        self._say(f"{len(self.happened):4d}  {mark.kind}: {mark.detail}, {lasted} s")
 
 
 def counts(happened: Iterable[Happened]) -> Counter[str]:

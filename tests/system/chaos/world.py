@@ -125,6 +125,9 @@ class World:
         for process in (*self.producers, *self.old, self.current):
             process.kill()
         self.relay.close()
+        for producer in self.producers:
+            hosts.take_out(producer.disk)
+        self.links.close()
         self._log.close()
 
 
