@@ -61,6 +61,8 @@ class Ledger:
         """Highest known, here or at a producer."""
         self._parent = 0
         self._term = 0
+        self.loaded_term = 0
+        """Of the checkpoint this process began with; 0 without one."""
         self.trained_count = 0
         """Since this process began."""
 
@@ -151,6 +153,7 @@ class Ledger:
             self._trained = IdSet.from_wire(loaded.trained)
             self._committed = self._trained.copy()
             self._durable = (loaded.term, loaded.number)
+            self.loaded_term = loaded.term
             self._number = max(self._number, loaded.number)
             self._parent = loaded.number
         return loaded
@@ -170,11 +173,6 @@ class Ledger:
         """What the trainer has taken and not yet trained."""
         with self._lock:
             return sorted(self._at_work & self._held)
-
-    @property
-    def durable_term(self) -> int:
-        """Of the checkpoint loaded, or of the last one that became durable; 0 without one."""
-        return self._durable[0]
 
     @property
     def uncommitted(self) -> bool:

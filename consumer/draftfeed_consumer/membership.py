@@ -81,16 +81,17 @@ class Membership(Attachment):
         """
         self._loaded = True
         self._checkpoint_samples = checkpoint_samples
-        if not self._begun and self._ledger.durable_term >= self.term:
+        if not self._begun and self._ledger.loaded_term >= self.term:
             # The producers have forgotten a term that the checkpoint remembers.
-            return self._raise_to(self._ledger.durable_term + 1)
+            return self._raise_to(self._ledger.loaded_term + 1)
         return self._opens()
 
     def _opens(self) -> list[Action]:
         if not (self._loaded and self._complete):
             return []
         ready = [peer for peer in self._peers.values() if peer.state == "granted"]
-        return [action for peer in ready for action in self._open_at(peer)]
+        opened = [action for peer in ready for action in self._open_at(peer)]
+        return [*opened, *self._end()] if ready else []
 
     def _open_at(self, peer: Peer) -> list[Action]:
         reception = peer.session

@@ -4,9 +4,11 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from draftfeed_consumer.buffer import Buffer, BufferConfig, size_of
 from draftfeed_consumer.errors import BufferTooSmall, StreamLost
+from draftfeed_consumer.stream import to_item
 from samples import sample
 
 SIZE = size_of(sample(0))
@@ -177,3 +179,56 @@ def test_statistics_add_up() -> None:
     room.take()
     seen = room.statistics()
     assert (seen.bytes, seen.held_bytes, seen.ready) == (3 * SIZE, SIZE, 1)
+
+
+def test_window_full_by_count_yields_at_once() -> None:
+    room = buffer(8, window=3)
+    fill(room, range(2))
+    assert not room.wait(0.0)
+    fill(room, range(2, 3))
+    assert room.wait(0.0)
+
+
+def test_waiting_for_a_sample_has_an_end() -> None:
+    assert not buffer(1).wait(0.01)
+
+
+def test_drained_buffer_names_what_the_trainer_has_not_seen_and_ends() -> None:
+    room = buffer(4)
+    fill(room, range(3))
+    taken = room.take()
+    assert taken is not None
+    assert [id.ordinal for id in room.drain()] == [1, 2]
+    assert room.take() is None
+    assert room.statistics().bytes == SIZE  # the trainer still has the first
+
+
+def test_sample_that_comes_after_the_end_is_yielded() -> None:
+    """Another rank has given it back."""
+    room = buffer(4)
+    room.end()
+    assert room.ended
+    fill(room, range(1))
+    assert not room.ended
+    room.end()
+    assert drain(room) == [0]
+
+
+def test_collator_that_keeps_a_view_after_release_reads_what_it_was_given() -> None:
+    """Room is counted anew, memory is not written anew: a view keeps its arrays alive."""
+    room = buffer(2)
+    fill(room, range(2))
+    first = room.take()
+    assert first is not None
+    item = to_item(first)
+    view = item["hidden_states"][3:5]  # what a collator that forgot to copy holds
+    wanted, tokens = view.clone(), item["input_ids"].clone()
+    room.release(first.id)
+    del first
+    for ordinal in range(2, 200):
+        fill(room, range(ordinal, ordinal + 1))
+        taken = room.take()
+        assert taken is not None
+        room.release(taken.id)
+    assert torch.equal(view, wanted)
+    assert torch.equal(item["input_ids"], tokens)

@@ -8,8 +8,9 @@ import zmq
 
 from draftfeed_consumer.errors import StreamRefused
 from draftfeed_proto import messages as m
+from draftfeed_proto.ids import Shards
 from harness import consuming
-from samples import DESCRIPTOR
+from samples import DATASET, DESCRIPTOR
 
 
 class Peer:
@@ -53,6 +54,7 @@ def granted(**changes: object) -> m.Granted:
         "session": "s",
         "descriptor": DESCRIPTOR,
         "stream_id": DESCRIPTOR.stream_id(),
+        "shards": Shards(DATASET, 0, (0, 64)),
         "committed": [],
         "commit_number": 0,
         **changes,
