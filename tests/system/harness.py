@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from draftfeed_consumer.actions import Attach
 from draftfeed_consumer.buffer import BufferConfig
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
@@ -130,14 +131,16 @@ def producing(directory: Path, **options: object) -> Iterator[Producer]:
 
 @contextmanager
 def consuming(
-    address: str,
-    *,
+    *addresses: str,
     expect: Expectation = Expectation(),  # noqa: B008 - frozen
     buffer: BufferConfig = BufferConfig(window_samples=4, stall_seconds=0.2),  # noqa: B008
     lost_after_seconds: float = 20.0,
+    attach: Attach = Attach(),  # noqa: B008
+    group: str = "default",
 ) -> Iterator[HiddenStateStream]:
-    client = ClientConfig(address=address, lost_after_seconds=lost_after_seconds)
-    stream = HiddenStateStream(StreamConfig(producer=client, expect=expect, buffer=buffer))
+    client = ClientConfig(addresses=addresses, lost_after_seconds=lost_after_seconds, group=group)
+    config = StreamConfig(producer=client, expect=expect, buffer=buffer)
+    stream = HiddenStateStream(config, attach=attach)
     try:
         yield stream
     finally:
