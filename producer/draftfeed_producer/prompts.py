@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from draftfeed_producer.errors import PromptError
-from draftfeed_proto.ids import SampleId
+from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.limits import MAX_NAME_CHARS
 
 logger = logging.getLogger(__name__)
@@ -148,8 +148,10 @@ class PromptFile:
         return len(self._starts) - 1
 
     @property
-    def shards(self) -> int:
-        return -(-self.lines // self._config.shard_size)
+    def shards(self) -> Shards:
+        """All of the file."""
+        count = -(-self.lines // self._config.shard_size)
+        return Shards(self.dataset, self._config.epoch, (0, count))
 
     @property
     def bad(self) -> frozenset[int]:
@@ -161,9 +163,16 @@ class PromptFile:
         shard = ordinal // self._config.shard_size
         return SampleId(self.dataset, self._config.epoch, shard, ordinal)
 
-    def ids(self) -> Iterator[SampleId]:
-        """Ids of all prompts that can be used, in the order of the file."""
-        return (self.id(ordinal) for ordinal in range(self.lines) if ordinal not in self._bad)
+    def ids(self) -> IdSet:
+        """Of all prompts that can be used."""
+        ids = line_ids(self.shards, self.lines, self._config.shard_size)
+        for ordinal in self._bad:
+            ids.discard(self.id(ordinal))
+        return ids
+
+    def skipped(self) -> IdSet:
+        """Of the lines that are no prompts, so far as is known by now."""
+        return IdSet(map(self.id, sorted(self._bad)))
 
     def prompt(self, ordinal: int) -> Prompt:
         """Raises PromptError when the line cannot be used."""
@@ -176,14 +185,21 @@ class PromptFile:
         Raises PromptError for a line found bad only now, unless `skip_bad`.
         """
         for ordinal in range(self.lines) if ordinals is None else ordinals:
-            if ordinal in self._bad:
-                continue
-            try:
-                prompt = self.prompt(ordinal)
-            except PromptError as error:
-                self._skip(ordinal, error)
-            else:
+            if (prompt := self.find(ordinal)) is not None:
                 yield prompt
+
+    def find(self, ordinal: int) -> Prompt | None:
+        """The prompt of a line; None when the line is skipped.
+
+        Raises PromptError for a line found bad only now, unless `skip_bad`.
+        """
+        if ordinal in self._bad:
+            return None
+        try:
+            return self.prompt(ordinal)
+        except PromptError as error:
+            self._skip(ordinal, error)
+            return None
 
     def close(self) -> None:
         self._file.close()
@@ -286,6 +302,17 @@ class PromptFile:
 
 def _key(line: _Line, ordinal: int) -> str:
     return str(ordinal) if line.id is None else line.id
+
+
+def line_ids(shards: Shards, lines: int, shard_size: int) -> IdSet:
+    """Ids of all lines of a file of so many."""
+    starts = range(0, lines, shard_size)
+    return IdSet.from_wire(
+        [
+            (shards.dataset, shards.epoch, shard, [start, min(start + shard_size, lines)])
+            for shard, start in enumerate(starts)
+        ]
+    )
 
 
 def prompt_limit(config: PromptsConfig, max_positions: int, max_new_tokens: int) -> int:

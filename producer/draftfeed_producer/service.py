@@ -3,27 +3,28 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
+from draftfeed_producer.admission import Admission
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
-from draftfeed_producer.engines.synthetic import synthetic_prompts
 from draftfeed_producer.errors import SpoolFull
-from draftfeed_producer.prompts import Prompt, PromptFile, prompt_limit
+from draftfeed_producer.prompts import PromptFile, prompt_limit
 from draftfeed_producer.server import Listener, Server, ServerStatistics
+from draftfeed_producer.sources import PromptSource, file_source, synthetic_source
 from draftfeed_producer.spool import Spool, SpoolStatistics
 from draftfeed_producer.spool.control import Tombstone
-from draftfeed_producer.target import load_target
+from draftfeed_producer.target import Target, load_target
 from draftfeed_proto.descriptor import Descriptor
-from draftfeed_proto.ids import SampleId
-from draftfeed_proto.sample import LayerCounters, Sample
+from draftfeed_proto.limits import MAX_SAMPLE_BYTES
+from draftfeed_proto.sample import LayerCounters, Sample, decoded_bytes, longest_rows
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 0.5
 POLL_SECONDS = 0.05
 FAREWELL_SECONDS = 60.0
 """A member that has just attached may be loading its checkpoint."""
@@ -33,6 +34,7 @@ class ProducerStatistics(NamedTuple):
     phase: str
     """loading, generating, delivering or done"""
     prompts: int
+    """Of the shards that are owned."""
     samples: int
     """Generated since the process began."""
     tokens: int
@@ -45,17 +47,12 @@ class ProducerStatistics(NamedTuple):
     counters: tuple[LayerCounters, ...]
     """Per layer, summed over those."""
     spool_full_seconds: float
+    alarm: str
+    """Why generation is paused; empty when it is not."""
+    regenerated: int
+    """Samples that were lost or damaged and are made again, since the spool was made."""
     spool: SpoolStatistics | None
     server: ServerStatistics | None
-
-
-class PromptSource(NamedTuple):
-    """Prompts of one data set, and which of them exist."""
-
-    dataset: str
-    prompts: int
-    unfinished: Callable[[Callable[[SampleId], bool]], Iterator[Prompt]]
-    """Given `finished`, the prompts that are not, in order."""
 
 
 class ProducerService:
@@ -70,29 +67,31 @@ class ProducerService:
         self._engine: Engine | None = None
         self._spool: Spool | None = None
         self._server: Server | None = None
+        self._admission: Admission | None = None
+        self._last: ProducerStatistics | None = None
+        """When it has ended, and the spool is closed."""
         self._phase = "loading"
-        self._prompts = 0
         self._samples = self._tokens = self._response_tokens = 0
         self._counters: tuple[LayerCounters, ...] = ()
-        self._spool_full_seconds = 0.0
 
     def run(self) -> None:
         """Returns when every prompt is terminal, or after `stop`. Raises ProducerError."""
         with ExitStack() as stack:
             source = self._open_prompts(stack)
-            self._prompts = source.prompts
             listener = Listener(self._config.server)
             stack.callback(listener.close)
             engine = self._load_engine(stack)
-            spool = Spool(self._config.spool, engine.descriptor, source.dataset)
+            spool = Spool(self._config.spool, engine.descriptor, source.shards)
             stack.callback(spool.close)
-            server = Server(listener, spool, Delivery.of(spool, engine.descriptor))
+            server = Server(listener, spool, self._delivery(engine, source, spool))
             stack.callback(lambda: server.close(self._goodbye()))
-            self._spool, self._server = spool, server
+            admission = Admission(source, spool, server, self._stopped)
+            self._spool, self._server, self._admission = spool, server, admission
+            stack.callback(self._keep_statistics)
+            server.skip(source.skipped.within(spool.shards))
             server.start()
             logger.info("serving %s at %s", describe(engine.descriptor), listener.address)
-            self._generate(engine, source, spool, server)
-            self._deliver(server)
+            self._serve(engine, admission, spool, server)
 
     def stop(self) -> None:
         """Generation stops within one forward pass; what is not finished is made again later.
@@ -108,16 +107,24 @@ class ProducerService:
             self._engine.stop()
 
     def statistics(self) -> ProducerStatistics:
+        return self._last or self._statistics()
+
+    def _keep_statistics(self) -> None:
+        self._last = self._statistics()
+
+    def _statistics(self) -> ProducerStatistics:
         return ProducerStatistics(
             self._phase,
-            self._prompts,
+            self._admission.prompts if self._admission else 0,
             self._samples,
             self._tokens,
             self._engine.captured if self._engine else 0,
             self._engine.recaptured if self._engine else 0,
             self._response_tokens,
             self._counters,
-            self._spool_full_seconds,
+            self._admission.full_seconds if self._admission else 0.0,
+            self._spool.alarm if self._spool else "",
+            len(self._spool.regenerated) if self._spool else 0,
             self._spool.statistics() if self._spool else None,
             self._server.statistics() if self._server else None,
         )
@@ -132,10 +139,11 @@ class ProducerService:
             return synthetic_source(engine)
         target_config, prompts_config = self._config.needed()
         target = load_target(target_config)
-        limit = prompt_limit(prompts_config, target.max_positions, engine.sampling.max_new_tokens)
+        positions = _longest_sequence(target, target.descriptor(target_config.layer_ids))
+        limit = prompt_limit(prompts_config, positions, engine.sampling.max_new_tokens)
         file = PromptFile(prompts_config, target.tokenizer, limit)
         stack.callback(file.close)
-        return file_source(file)
+        return file_source(file, limit)
 
     def _load_engine(self, stack: ExitStack) -> Engine:
         self._engine = engine = make_engine(self._config.engine, self._config.target)
@@ -144,71 +152,63 @@ class ProducerService:
             engine.stop()
         return engine
 
-    def _generate(self, engine: Engine, source: PromptSource, spool: Spool, server: Server) -> None:
+    def _delivery(self, engine: Engine, source: PromptSource, spool: Spool) -> Delivery:
+        config, descriptor = self._config.server, engine.descriptor
+        rows = engine.max_rows(source.longest_prompt)
+        largest = decoded_bytes(rows, len(descriptor.layer_ids), descriptor.hidden_size)
+        return Delivery.of(
+            spool,
+            descriptor,
+            source.ids.within(spool.shards),
+            max_sample_bytes=min(largest, MAX_SAMPLE_BYTES),
+            session_timeout_seconds=config.session_timeout_seconds,
+            quarantine_after_terms=config.quarantine_after_terms,
+            now=time.monotonic(),
+        )
+
+    def _serve(self, engine: Engine, admission: Admission, spool: Spool, server: Server) -> None:
+        """Until every prompt is terminal. The engine runs whenever there is something to make:
+        the list once, and then whatever proves to be lost."""
         self._phase = "generating"
-        prompts = self._admitted(source.unfinished(spool.finished), spool, server)
-        for sample in engine.run(prompts):
-            self._check(server)
-            self._count(sample)
-            if self._observe is not None:
-                self._observe(sample)
-            self._store(sample, spool, server)
-
-    def _admitted(
-        self, prompts: Iterator[Prompt], spool: Spool, server: Server
-    ) -> Iterator[Prompt]:
-        """Back-pressure: while the spool is at its quota no prompt is given out."""
-        for prompt in prompts:
-            self._wait(lambda: spool.wait_for_space(WAIT_SECONDS), server)
-            if self._stopped.is_set():
-                return
-            yield prompt
-
-    def _store(self, sample: Sample, spool: Spool, server: Server) -> None:
-        """A full disk is waited out: the sample stays in memory until it can be written."""
-
-        def stored() -> bool:
-            try:
-                server.stored(spool.append(sample).header)
-            except SpoolFull as error:
-                logger.error("%s; generation waits for commits to free space", error)
-                self._stopped.wait(WAIT_SECONDS)
-                return False
-            return True
-
-        self._wait(stored, server)
-
-    def _wait(self, done: Callable[[], bool], server: Server) -> None:
-        """Until done, or stopped, or the server has failed; time beyond the first try is counted
-        as a stall."""
-        since = time.monotonic()
-        if done():
-            return
-        waiting = True
-        while waiting and not self._stopped.is_set():
-            waiting = not done()
-            self._check(server)
-            now = time.monotonic()
-            self._spool_full_seconds += now - since  # seen while it lasts
-            since = now
-
-    def _deliver(self, server: Server) -> None:
-        if self._stopped.is_set():
-            return
-        self._phase = "delivering"
-        server.finish()
-        while not server.all_terminal.wait(WAIT_SECONDS) and not self._stopped.is_set():
-            pass
+        while not self._over(server):
+            if admission.ready:
+                self._generate(engine, admission, spool, server)
+            elif admission.over and self._phase == "generating":
+                self._phase = "delivering"
+                server.finish()
+            else:
+                self._stopped.wait(POLL_SECONDS)
         self._check(server)
         if not self._stopped.is_set():
             self._phase = "done"
             self._await_farewell(server)
 
+    def _over(self, server: Server) -> bool:
+        return server.all_terminal.is_set() or self._stopped.is_set()
+
+    def _generate(self, engine: Engine, admission: Admission, spool: Spool, server: Server) -> None:
+        for sample in engine.run(admission.prompts_now()):
+            self._check(server)
+            self._count(sample)
+            if self._observe is not None:
+                self._observe(sample)
+            admission.wait(partial(self._stored, sample, spool, server))
+            admission.stored(sample.id)
+
+    def _stored(self, sample: Sample, spool: Spool, server: Server, pause_seconds: float) -> bool:
+        """A full disk is waited out: the sample stays in memory until it can be written."""
+        try:
+            server.stored(spool.append(sample).header)
+        except SpoolFull:
+            self._stopped.wait(pause_seconds)
+            return False
+        return True
+
     def _await_farewell(self, server: Server) -> None:
         """The member leaves when it has heard that all is terminal. Closing before that could
         take the words back: ZeroMQ drops what lies unread when a peer disconnects."""
         deadline = time.monotonic() + FAREWELL_SECONDS
-        while server.statistics().member and time.monotonic() < deadline:
+        while server.statistics().members and time.monotonic() < deadline:
             if self._stopped.wait(POLL_SECONDS):
                 return
 
@@ -230,19 +230,11 @@ class ProducerService:
         )
 
 
-def file_source(file: PromptFile) -> PromptSource:
-    def unfinished(finished: Callable[[SampleId], bool]) -> Iterator[Prompt]:
-        return file.prompts(k for k in range(file.lines) if not finished(file.id(k)))
-
-    return PromptSource(file.dataset, len(file), unfinished)
-
-
-def synthetic_source(config: SyntheticConfig) -> PromptSource:
-    def unfinished(finished: Callable[[SampleId], bool]) -> Iterator[Prompt]:
-        return (p for p in synthetic_prompts(config) if not finished(p.id))
-
-    first = next(synthetic_prompts(config))
-    return PromptSource(first.id.dataset, config.samples, unfinished)
+def _longest_sequence(target: Target, descriptor: Descriptor) -> int:
+    """In tokens: of those the target was made for, and so that its sample is one the protocol
+    allows."""
+    rows = longest_rows(len(descriptor.layer_ids), descriptor.hidden_size)
+    return min(target.max_positions, rows + 1)
 
 
 def describe(descriptor: Descriptor) -> str:

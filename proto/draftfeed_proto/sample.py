@@ -125,6 +125,12 @@ def decoded_bytes(rows: int, layers: int, hidden: int) -> int:
     return 2 * rows * layers * hidden + 5 * (rows + 1)
 
 
+def longest_rows(layers: int, hidden: int) -> int:
+    """Rows of the longest sample that the limits allow."""
+    row_bytes = 2 * layers * hidden + 5
+    return min(MAX_SAMPLE_TOKENS, (MAX_SAMPLE_BYTES - 5) // row_bytes)
+
+
 def row_blocks(states: np.ndarray, block_bytes: int) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, rows) in order, of at most so many bytes but at least one row each."""
     n, layers, hidden = states.shape

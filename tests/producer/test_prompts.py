@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 from draftfeed_producer.errors import PromptError
 from draftfeed_producer.prompts import PromptFile, PromptsConfig, prompt_limit
+from draftfeed_proto.ids import IdSet
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,8 @@ def test_ids_name_the_bytes_of_the_file_and_the_raw_line(opened, tmp_path: Path)
         f"{dataset}/3/2/4",
     ]
     assert [prompt.id for prompt in file.prompts()] == list(file.ids())
-    assert (file.lines, len(file), file.shards, file.bad) == (5, 4, 3, {1})
+    assert (file.lines, len(file), file.shards.ranges, file.bad) == (5, 4, (0, 3), {1})
+    assert [str(id) for id in file.skipped()] == [f"{dataset}/3/0/1"]
 
 
 BROKEN = {
@@ -119,6 +121,19 @@ def test_duplicate_ids_are_refused_with_both_line_numbers(opened):
 def test_an_id_equal_to_another_lines_number_is_a_duplicate(opened):
     with pytest.raises(PromptError, match=r"line 3: \"id\" '1' is also that of line 2"):
         opened(chat("one"), chat("two"), chat("three", id="1"))
+
+
+def test_a_line_found_bad_only_now_is_no_prompt_from_then_on(opened, tokenizer: Any):
+    file = opened(*(chat(f"number {i}", id=f"k{i}") for i in range(4)), skip_bad=True)
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{{ raise_exception('system first') }}"
+    try:
+        assert file.find(2) is None
+    finally:
+        tokenizer.chat_template = template
+    assert [id.ordinal for id in file.ids()] == [0, 1, 3]
+    assert file.skipped() == IdSet([file.id(2)])
+    assert [prompt.id.ordinal for prompt in file.prompts()] == [0, 1, 3]
 
 
 def test_an_empty_file_is_refused(opened):

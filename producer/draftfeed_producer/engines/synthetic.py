@@ -16,7 +16,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.prompts import Prompt, line_ids
 from draftfeed_producer.target import check_layer_ids
 from draftfeed_proto.descriptor import Descriptor, dflash_layer_ids
 from draftfeed_proto.ids import IdSet, SampleId, Shards
@@ -167,13 +167,7 @@ class _Pace:
 
 def synthetic_ids(config: SyntheticConfig) -> IdSet:
     """Ids of all prompts of a data set that follows from the configuration."""
-    dataset, size = config.dataset, config.shard_size
-    return IdSet.from_wire(
-        [
-            (dataset, 0, first // size, [first, min(first + size, config.samples)])
-            for first in range(0, config.samples, size)
-        ]
-    )
+    return line_ids(config.shards, config.samples, config.shard_size)
 
 
 def synthetic_prompt(id: SampleId) -> Prompt:

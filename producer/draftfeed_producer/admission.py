@@ -1,0 +1,122 @@
+"""Which prompt the engine gets next, and when."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.server import Server
+from draftfeed_producer.sources import PromptSource
+from draftfeed_producer.spool import Spool
+from draftfeed_proto.ids import IdSet, SampleId
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 0.5
+
+
+class Admission:
+    """Gives out every owned prompt that is not finished, once, while the spool has room.
+
+    Samples to be generated again come first. Those of a spool that is gone come last and only when
+    a trainer has said what it trained: nobody else knows. One thread uses it.
+    """
+
+    def __init__(
+        self, source: PromptSource, spool: Spool, server: Server, stopped: threading.Event
+    ) -> None:
+        self._source, self._spool, self._server, self._stopped = source, spool, server, stopped
+        owned = source.ids.within(spool.shards)
+        lost = owned.within(spool.lost)
+        self.prompts = len(owned)
+        self._fresh: Iterator[SampleId] | None = iter(owned - lost)
+        """None when all were given out."""
+        self._lost = iter(lost) if lost else None
+        """None: there are none, or they are the fresh ones by now."""
+        self._again: deque[SampleId] = deque()
+        self._begun = IdSet()
+        """Given out and not stored yet."""
+        self._alarm = ""
+        self.full_seconds = 0.0
+        """Time in which the spool had no room."""
+
+    def prompts_now(self) -> Iterator[Prompt]:
+        """Until nothing is left that may be generated now; then it may be called again."""
+        while (id := self._next()) is not None:
+            self.wait(self._spool.wait_for_space)
+            if self._stopped.is_set() or self._server.failure is not None:
+                return
+            prompt = self._prompt(id)
+            if prompt is not None:
+                self._begun.add(id)
+                yield prompt
+
+    def stored(self, id: SampleId) -> None:
+        self._begun.discard(id)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `prompts_now` has something to give again."""
+        fresh = self._fresh is not None or self._may_begin_lost
+        return fresh or bool(self._again) or not self._server.regenerate.empty()
+
+    @property
+    def over(self) -> bool:
+        """Whether every prompt of the list was given out."""
+        return self._fresh is None and self._lost is None
+
+    def wait(self, done: Callable[[float], bool]) -> None:
+        """Until done, or stopped, or the server has failed; all but the first try is counted as a
+        stall. `done` is given the seconds it may take to find out."""
+        if done(0.0):
+            self._tell_alarm()
+            return
+        since = time.monotonic()
+        waiting = True
+        while waiting and not self._stopped.is_set() and self._server.failure is None:
+            self._tell_alarm()
+            waiting = not done(WAIT_SECONDS)
+            now = time.monotonic()
+            self.full_seconds += now - since  # seen while it lasts
+            since = now
+        self._tell_alarm()
+
+    @property
+    def _may_begin_lost(self) -> bool:
+        return self._lost is not None and self._server.ledger_known.is_set()
+
+    def _next(self) -> SampleId | None:
+        while not self._server.regenerate.empty():
+            self._again.extend(self._server.regenerate.get())
+        if self._again:
+            return self._again.popleft()
+        if self._fresh is None and self._may_begin_lost:
+            self._fresh, self._lost = self._lost, None
+        id = next(self._fresh, None) if self._fresh is not None else None
+        if id is None:
+            self._fresh = None
+        return id
+
+    def _prompt(self, id: SampleId) -> Prompt | None:
+        """None when it has become finished by now, or turns out to be no prompt."""
+        if id in self._begun or self._spool.finished(id):
+            return None
+        prompt = self._source.find(id)
+        if prompt is None:
+            self._server.skip(IdSet([id]))
+        return prompt
+
+    def _tell_alarm(self) -> None:
+        """Once when it begins and once when it ends."""
+        alarm = self._spool.alarm
+        if alarm == self._alarm:
+            return
+        if alarm:
+            logger.error("generation is paused: %s", alarm)
+        else:
+            used = self._spool.statistics()
+            figures = (used.bytes, used.quota_bytes)
+            logger.warning("generation goes on: the spool is back at %d of %d bytes", *figures)
+        self._alarm = alarm

@@ -1,0 +1,248 @@
+"""Which samples a producer generates, and when: the real service, its spool and its socket."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bare_member import BareMember
+from draftfeed_producer.config import ProducerConfig
+from draftfeed_producer.engines import SyntheticConfig
+from draftfeed_producer.engines.synthetic import synthetic_ids
+from draftfeed_producer.server import ServerConfig
+from draftfeed_producer.service import ProducerService
+from draftfeed_producer.spool import Spool, SpoolConfig
+from draftfeed_producer.spool.control import Owned
+from draftfeed_producer.spool.control_log import ControlLog
+from draftfeed_proto import messages as m
+from draftfeed_proto.ids import IdSet, SampleId, Shards
+from draftfeed_proto.sample import Sample, decoded_bytes
+from waiting import eventually
+
+ENGINE = SyntheticConfig(
+    samples=12,
+    shard_size=4,
+    num_layers=8,
+    hidden_size=64,
+    vocab_size=512,
+    prompt_tokens=8,
+    response_tokens=24,
+    max_tokens=200,
+)
+ALL = list(synthetic_ids(ENGINE))
+
+
+class Running:
+    """A service in a thread of its own."""
+
+    def __init__(self, directory: Path, engine: SyntheticConfig, **spool: Any) -> None:
+        self.directory = directory
+        options = {"min_free_bytes": 0, **spool}
+        self.config = ProducerConfig(
+            engine=engine,
+            spool=SpoolConfig(dir=directory, **options),
+            server=ServerConfig(bind=f"ipc://{directory}.sock"),
+        )
+        self.address = self.config.server.bind
+        self.generated: list[SampleId] = []
+        self.service = ProducerService(self.config, self._observe)
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _observe(self, sample: Sample) -> None:
+        self.generated.append(sample.id)
+
+    def _run(self) -> None:
+        try:
+            self.service.run()
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            self.failure = error
+
+    def ended(self) -> None:
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+        assert self.failure is None
+
+    def close(self) -> None:
+        self.service.stop()
+        self.ended()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    started: list[Running] = []
+
+    def start(engine: SyntheticConfig = ENGINE, **spool: Any) -> Running:
+        started.append(Running(tmp_path / "spool", engine, **spool))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def attach() -> Iterator[Any]:
+    members: list[BareMember] = []
+
+    def make(producer: Running, term: int = 1) -> BareMember:
+        members.append(BareMember(producer.address, term))
+        return members[-1]
+
+    yield make
+    for one in members:
+        one.close()
+
+
+def finish(member: BareMember, producer: Running, trained: list[SampleId]) -> None:
+    member.commit(trained)
+    member.until(m.AllTerminal)
+    member.say(m.Bye)
+    producer.ended()
+
+
+def test_a_producer_generates_the_shards_it_owns_and_no_others(run: Any, attach: Any) -> None:
+    producer = run(shards="0,2")
+    member = attach(producer)
+    member.open()
+    received = member.receive(8)
+    assert sorted(received) == [id for id in ALL if id.shard != 1]
+    assert member.granted.shards.ranges == (0, 1, 2, 3)
+    finish(member, producer, received)
+    statistics = producer.service.statistics()
+    assert (statistics.phase, statistics.prompts, statistics.samples) == ("done", 8, 8)
+
+
+def test_the_largest_sample_is_announced(run: Any, attach: Any) -> None:
+    largest = attach(run()).granted.max_sample_bytes
+    assert largest == decoded_bytes(ENGINE.max_tokens - 1, 5, ENGINE.hidden_size)
+
+
+def test_a_sample_damaged_on_disk_is_generated_again_after_the_end_of_the_list(
+    run: Any, attach: Any
+) -> None:
+    producer = run()
+    member = attach(producer)
+    member.open()
+    received = list(member.receive(12))
+    bad = received[5]
+    damage(producer.directory, received.index(bad))
+    member.say(m.Nack, id=bad, reason="checksum")
+    assert member.receive(13)[-1] == bad
+    assert producer.generated.count(bad) == 2
+    assert producer.service.statistics().regenerated == 1
+    finish(member, producer, received)
+
+
+def damage(directory: Path, place: int) -> None:
+    """Flip a byte in the middle of the sample at this place of the only segment."""
+    path = directory / "00000001.seg"
+    data = bytearray(path.read_bytes())
+    starts = [at for at in range(len(data)) if data[at : at + 4] == b"DFC1"]
+    data[starts[2 * place + 1] + 60] ^= 1
+    with path.open("r+b") as file:  # the producer has it open
+        file.write(data)
+
+
+def test_samples_that_a_rollback_finds_deleted_are_generated_again(run: Any, attach: Any) -> None:
+    producer = run(segment_bytes=1, keep_checkpoints=1)
+    first = attach(producer)
+    first.open()
+    received = list(first.receive(12))
+    first.commit(received[:11])
+    first.say(m.Bye)
+    second = attach(producer, term=2)
+    second.open(rollback="regenerate")
+    assert sorted(second.receive(12)) == ALL
+    assert len(producer.generated) > 12
+    assert producer.service.statistics().regenerated == len(producer.generated) - 12
+    finish(second, producer, ALL)
+
+
+def test_what_a_lost_spool_had_is_generated_when_the_trainer_has_said_what_it_trained(
+    run: Any, attach: Any, tmp_path: Path
+) -> None:
+    lose(tmp_path / "spool", shard=1)
+    producer = run()
+    eventually(lambda: len(producer.generated) == 8, "the shards that are not lost")
+    member = attach(producer)
+    assert len(producer.generated) == 8, "nobody has said yet what of the lost shard is trained"
+    trained = [ALL[4], ALL[6]]
+    member.open(trained)
+    assert sorted(member.receive(10)) == [id for id in ALL if id not in trained]
+    assert sorted(producer.generated[8:]) == [ALL[5], ALL[7]]
+    finish(member, producer, ALL)
+
+
+def lose(directory: Path, shard: int) -> None:
+    """A spool that took over a shard of one that is gone."""
+    Spool(SpoolConfig(dir=directory), ENGINE.descriptor(), ENGINE.shards).close()
+    log = ControlLog(directory / "control.log", 2)
+    lost = Shards(ENGINE.dataset, 0, (shard, shard + 1))
+    log.append(Owned(ENGINE.shards, lost))
+    log.close()
+
+
+def test_a_full_spool_pauses_generation_and_says_so_once(
+    run: Any, attach: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    producer = run(quota_bytes=40_000, segment_bytes=1, keep_checkpoints=1)
+    eventually(lambda: producer.service.statistics().alarm != "", "an alarm")
+    member = attach(producer)
+    member.open()
+    received: list[SampleId] = []
+    while len(received) < 11:
+        received = list(member.receive(len(received) + 1))
+        member.commit(received)
+    received = list(member.receive(12))
+    finish(member, producer, received)
+    said = [record.getMessage() for record in caplog.records if "admission" in record.name]
+    paused = [line for line in said if line.startswith("generation is paused: ")]
+    resumed = [line for line in said if line.startswith("generation goes on: ")]
+    assert paused
+    assert "quota_bytes is 40000" in paused[0]
+    assert "of 40000 bytes" in resumed[0]
+    assert len(paused) == len(resumed), said
+    assert producer.service.statistics().spool_full_seconds > 0
+    assert sorted(producer.generated) == ALL
+    assert producer.service.statistics().alarm == ""
+
+
+def test_a_restarted_producer_generates_only_what_is_not_finished(run: Any, attach: Any) -> None:
+    first = run()
+    eventually(lambda: len(first.generated) == 12, "all samples")
+    member = attach(first)
+    member.open()
+    received = list(member.receive(12))
+    member.commit(received[:3])
+    first.close()
+    second = run()
+    member = attach(second, term=2)
+    member.open(received[:3])
+    assert sorted(member.receive(9)) == sorted(received[3:])
+    assert second.generated == []
+    finish(member, second, received)
+
+
+def test_statistics_are_there_before_anything_is_loaded(tmp_path: Path) -> None:
+    config = ProducerConfig(engine=ENGINE, spool=SpoolConfig(dir=tmp_path))
+    statistics = ProducerService(config).statistics()
+    assert (statistics.phase, statistics.prompts, statistics.alarm) == ("loading", 0, "")
+
+
+def test_ids_of_all_prompts_are_accounted_for(run: Any, attach: Any) -> None:
+    producer = run(shards="1-2")
+    member = attach(producer)
+    member.open()
+    member.receive(8)
+    account = member.inquire()
+    places = [account.committed, account.leased, account.deliverable, account.pending]
+    ids = IdSet()
+    for place in places:
+        ids.update(IdSet.from_wire(place))
+    assert ids == IdSet(ALL[4:])
