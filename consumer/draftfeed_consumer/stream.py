@@ -194,7 +194,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
 
     def _save_if_wanted(self) -> bool:
         save = self._on_idle_checkpoint
-        if save is not None and self.checkpoint_wanted and self._ledger.uncommitted:
+        if save is not None and self.checkpoint_wanted:
             save()
         return False
 

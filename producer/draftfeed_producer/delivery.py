@@ -142,12 +142,16 @@ class Delivery:
         sessions = [member.session for member in self.fencing.attached.values()]
         return [self._out.send(s, m.Closing, reason=reason) for s in sessions if s is not None]
 
-    def short_of_space(self, worth_bytes: float, *, paused: bool) -> list[Action]:
+    def short_of_space(self, worth_bytes: float, *, frees_at_once: bool) -> list[Action]:
         """The spool fills up: ask for a checkpoint, once for each commit, and only when one would
         cover so many encoded bytes: a spool at its quota must not mean one after every step.
-        When generation is paused there is nothing to wait for."""
-        covered_bytes = sum(self.stock[id].encoded_bytes for id in self.fencing.received)
-        if covered_bytes < worth_bytes and not paused:
+
+        frees_at_once: generation is paused, and one more checkpoint would delete samples that the
+        last one has already. Then there is nothing to wait for.
+        """
+        trained = self.fencing.received - self.fencing.at_work  # or about to be taken
+        covered_bytes = sum(self.stock[id].encoded_bytes for id in trained)
+        if covered_bytes < worth_bytes and not frees_at_once:
             return []
         fresh = [s for s in self.fencing.live if s.asked_at != self.authority.key]
         for session in fresh:

@@ -97,6 +97,11 @@ class Fencing:
         return set[SampleId]().union(*(member.received for member in members))
 
     @property
+    def at_work(self) -> set[SampleId]:
+        members = list(self.members.values())
+        return set[SampleId]().union(*(member.at_work for member in members))
+
+    @property
     def complete(self) -> bool:
         """Whether samples may be offered: the leader has said what is trained, and nobody that
         attached before a restart of ours still has samples that we do not know of."""

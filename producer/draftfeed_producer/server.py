@@ -381,8 +381,9 @@ class Server:
         self._spool.sync_when_due()
         paused = bool(self._spool.alarm)
         if paused or self._spool.fill > CHECKPOINT_FILL:
-            worth_bytes = self._spool.checkpoint_bytes
-            self._perform(self._delivery.short_of_space(worth_bytes, paused=paused))
+            worth_bytes = 1 if paused else self._spool.checkpoint_bytes
+            frees = paused and self._spool.awaits_checkpoint
+            self._perform(self._delivery.short_of_space(worth_bytes, frees_at_once=frees))
 
     def _ping(self) -> None:
         if time.monotonic() < self._ping_due:

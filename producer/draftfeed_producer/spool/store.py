@@ -136,7 +136,7 @@ class Spool:
 
     def grant(self, term: Term) -> None:
         """This and the other records of the control log are on the disk when the call returns.
-        They raise SpoolFull when they cannot be written; nothing is changed then."""
+        They raise OSError when they cannot be written, and may be tried again."""
         self._store(term)
 
     def commit(self, number: int, trained: IdSet, term: int, rollback: bool = False) -> None:
@@ -241,6 +241,11 @@ class Spool:
         return self._samples.used_bytes / self._capacity()
 
     @property
+    def awaits_checkpoint(self) -> bool:
+        """Whether samples are kept only because an older checkpoint may still be restored."""
+        return bool((self._committed - self._state.freeable).to_wire())
+
+    @property
     def checkpoint_bytes(self) -> float:
         """What a checkpoint should cover to be worth asking for: so many fit into the spool."""
         return self._capacity() / (self._config.keep_checkpoints + 2)
@@ -292,11 +297,8 @@ class Spool:
             self._store(Void(damage.id, *damage.place, damage.reason))
 
     def _store(self, record: control.Record) -> None:
-        try:
-            with self._recording:
-                self._control.append(record)
-        except OSError as error:
-            raise SpoolFull(self._config.dir, error) from error
+        with self._recording:
+            self._control.append(record)
 
     def _present(self) -> IdSet:
         """Samples that have a record or a tombstone."""
