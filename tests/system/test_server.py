@@ -10,6 +10,8 @@ from draftfeed_proto import messages as m
 from harness import Producer, consuming, producing
 from samples import sample
 
+FENCE = m.Fence(group="default", member="0", incarnation="1", process="1", term=1)
+
 
 @pytest.fixture
 def producer(tmp_path: Path) -> Iterator[Producer]:
@@ -70,7 +72,7 @@ def test_peer_that_shouts_and_never_reads_holds_nobody_up(
 def test_ranges_that_are_none_do_not_end_the_server(
     producer: Producer, peer: "zmq.Socket[bytes]"
 ) -> None:
-    peer.send(m.encode(m.Fence(group="g", member="0", incarnation="1")))
+    peer.send(m.encode(FENCE))
     granted = answer_to(peer)
     assert isinstance(granted, m.Granted)
     opening = m.Open(
@@ -88,7 +90,7 @@ def test_ranges_that_are_none_do_not_end_the_server(
 def test_member_that_stops_reading_in_mid_stream_is_let_go(
     producer: Producer, peer: "zmq.Socket[bytes]"
 ) -> None:
-    peer.send(m.encode(m.Fence(group="g", member="0", incarnation="1")))
+    peer.send(m.encode(FENCE))
     granted = answer_to(peer)
     assert isinstance(granted, m.Granted)
     session = {"term": granted.term, "session": granted.session}
