@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -15,41 +13,9 @@ from draftfeed_producer.errors import SpoolBusy, SpoolError, SpoolFull, SpoolMis
 from draftfeed_producer.spool import Spool, SpoolConfig, entries
 from draftfeed_producer.spool.segments import Segment
 from draftfeed_proto.ids import IdSet, Shards
-from draftfeed_proto.sample import Assembler
 from samples import DATASET, DESCRIPTOR, sample
-
-SHARDS = Shards(DATASET, 0, (0, 100))
-
-
-def open_spool(directory: Path, **options: object) -> Spool:
-    return Spool(SpoolConfig(dir=directory, **options), DESCRIPTOR, SHARDS)  # type: ignore[arg-type]
-
-
-def ordinals(spool: Spool) -> list[int]:
-    return [record.header.id.ordinal for record in spool.deliverable()]
-
-
-def read_back(spool: Spool, ordinal: int) -> str:
-    (record,) = (r for r in spool.deliverable() if r.header.id.ordinal == ordinal)
-    assembler = Assembler(record.header)
-    for index in range(record.header.chunks):
-        assembler.add(spool.read_chunk(record.header.id, index))
-    return assembler.sample().digest()
-
-
-def child(action: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    program = Path(__file__).with_name("spool_child.py")
-    return subprocess.run(
-        [sys.executable, program, action, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def segment_files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.seg"))
+from spool_helpers import SHARDS, flip, open_spool, ordinals, read_back, segment_files
+from spool_helpers import spool_child as child
 
 
 def test_samples_survive_a_restart_byte_for_byte(tmp_path: Path) -> None:
@@ -207,14 +173,6 @@ def test_torn_commit_falls_back_to_the_one_before(tmp_path: Path, cut_bytes: int
 def test_disk_error_names_its_directory(tmp_path: Path) -> None:
     error = SpoolFull(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
     assert str(error) == f"{tmp_path}: No space left on device"
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 0x10]))
 
 
 def test_directory_that_cannot_be_a_spool_is_one_clear_line(tmp_path: Path) -> None:

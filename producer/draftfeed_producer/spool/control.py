@@ -102,6 +102,8 @@ class Control:
         match record:
             case Commit():
                 before = [] if record.rollback else self.commits
+                if before and _key(before[-1]) == _key(record):
+                    before = before[:-1]  # one that is stored twice is one checkpoint
                 self.commits = [*before, record][-self._keep_commits :]
                 self._regenerate(IdSet.from_wire(record.regenerated))
             case Tombstone():
@@ -136,3 +138,7 @@ class Control:
             regenerated = self.regenerated.copy()  # others may be reading the one there is
             regenerated.update(ids)
             self.regenerated = regenerated
+
+
+def _key(commit: Commit) -> tuple[int, int]:
+    return commit.term, commit.number

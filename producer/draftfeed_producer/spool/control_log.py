@@ -35,9 +35,9 @@ class ControlLog:
         """Raises SpoolDamaged when records in the middle are: a lost commit or tombstone must not
         pass for one that never was."""
         self._path = path
-        self._compact_bytes = compact_bytes
-        self._live_bytes = 0
-        """Of the records that still mean something, when last counted."""
+        self._compact_bytes = self._due_bytes = compact_bytes
+        """At the latter it is found out whether it is worth to rewrite the log."""
+        self._is_short = False
         self.state = Control(keep_commits)
         _part(path).unlink(missing_ok=True)
         created = not path.exists()
@@ -81,38 +81,44 @@ class ControlLog:
 
     def _reserve_ahead(self) -> None:
         """Done while the disk still has room: when it is full, it is too late."""
-        if self._room() < RESERVE_BYTES:
-            try:
-                self._reserve(RESERVE_BYTES)
-            except OSError as error:
-                logger.warning("%s: no room to be taken ahead (%s)", self._path, error.strerror)
+        if self._room() >= RESERVE_BYTES:
+            return
+        try:
+            self._reserve(RESERVE_BYTES)
+            self._is_short = False
+        except OSError as error:
+            if not self._is_short:  # once
+                logger.warning("%s: no room can be taken ahead: %s", self._path, error.strerror)
+            self._is_short = True
 
     def _room(self) -> int:
         return os.fstat(self._fd).st_size - self._end
 
     def _compact_when_due(self) -> None:
-        if self._end <= max(self._compact_bytes, 2 * self._live_bytes):
+        if self._end <= self._due_bytes:
             return
         segments = {number for number, _ in segment_paths(self._path.parent)}
         live = [_entry(record) for record in self.state.records(segments)]
-        self._live_bytes = sum(map(len, live))
-        if self._end > 2 * self._live_bytes:
-            self._rewrite(live)
+        live_bytes = sum(map(len, live))
+        self._due_bytes = max(self._compact_bytes, 2 * live_bytes)
+        if self._end > self._due_bytes:
+            self._rewrite(live, live_bytes)
 
-    def _rewrite(self, live: list[bytes]) -> None:
-        """The new log is whole on the disk before it takes the old one's name, and the old one is
-        used on when the disk has no room for both."""
+    def _rewrite(self, live: list[bytes], live_bytes: int) -> None:
+        """The new log is whole on the disk before it takes the old one's name. Where the disk has
+        no room for both, the old one is used on."""
         try:
-            fd = _written(_part(self._path), live, RESERVE_BYTES)
+            fd = _written(_part(self._path), live, 2 * RESERVE_BYTES)
         except OSError as error:
-            logger.warning("%s: not compacted (%s)", self._path, error.strerror)
+            logger.warning("%s: not compacted: %s", self._path, error.strerror)
             _part(self._path).unlink(missing_ok=True)
+            self._due_bytes = 2 * self._end
             return
         _part(self._path).replace(self._path)
         old, self._fd = self._fd, fd
         os.close(old)
-        logger.info("%s: %d bytes became %d", self._path, self._end, self._live_bytes)
-        self._end = self._live_bytes
+        logger.info("%s: %d bytes became %d", self._path, self._end, live_bytes)
+        self._end = live_bytes
         sync_directory(self._path.parent)
 
 
