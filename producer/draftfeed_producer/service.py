@@ -47,10 +47,6 @@ class ProducerStatistics(NamedTuple):
     counters: tuple[LayerCounters, ...]
     """Per layer, summed over those."""
     spool_full_seconds: float
-    alarm: str
-    """Why generation is paused; empty when it is not."""
-    regenerated: int
-    """Samples that were lost or damaged and are made again, since the spool was made."""
     spool: SpoolStatistics | None
     server: ServerStatistics | None
 
@@ -123,8 +119,6 @@ class ProducerService:
             self._response_tokens,
             self._counters,
             self._admission.full_seconds if self._admission else 0.0,
-            self._spool.alarm if self._spool else "",
-            len(self._spool.regenerated) if self._spool else 0,
             self._spool.statistics() if self._spool else None,
             self._server.statistics() if self._server else None,
         )

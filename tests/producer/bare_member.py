@@ -1,7 +1,7 @@
 """A member of a group that is nothing but a socket: it takes all it is offered, trains nothing."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -36,9 +36,8 @@ class BareMember:
         self.say(m.Open, trained=wire, rollback=rollback, ledger_term=self.granted.term)
         self.say(m.Credit, total_bytes=1 << 40)
 
-    def say(self, kind: type[m.InSession], **fields: object) -> None:
-        session = {"term": self.granted.term, "session": self.granted.session}
-        self._send(kind(**session, **fields))
+    def say(self, kind: type[m.InSession], **fields: Any) -> None:
+        self._send(kind(term=self.granted.term, session=self.granted.session, **fields))
 
     def receive(self, count: int) -> list[SampleId]:
         """Until so many whole samples have come since it was made."""

@@ -14,7 +14,7 @@ from draftfeed_producer.engines import SyntheticConfig
 from draftfeed_producer.engines.synthetic import synthetic_ids
 from draftfeed_producer.server import ServerConfig
 from draftfeed_producer.service import ProducerService
-from draftfeed_producer.spool import Spool, SpoolConfig
+from draftfeed_producer.spool import Spool, SpoolConfig, SpoolStatistics
 from draftfeed_producer.spool.control import Owned
 from draftfeed_producer.spool.control_log import ControlLog
 from draftfeed_proto import messages as m
@@ -61,6 +61,13 @@ class Running:
             self.service.run()
         except BaseException as error:  # noqa: BLE001 - told to the test
             self.failure = error
+
+    @property
+    def spool(self) -> SpoolStatistics:
+        eventually(lambda: self.service.statistics().spool is not None, "the spool")
+        spool = self.service.statistics().spool
+        assert spool is not None
+        return spool
 
     def ended(self) -> None:
         self._thread.join(timeout=60)
@@ -134,7 +141,7 @@ def test_a_sample_damaged_on_disk_is_generated_again_after_the_end_of_the_list(
     member.say(m.Nack, id=bad, reason="checksum")
     assert member.receive(13)[-1] == bad
     assert producer.generated.count(bad) == 2
-    assert producer.service.statistics().regenerated == 1
+    assert producer.spool.regenerated == 1
     finish(member, producer, received)
 
 
@@ -159,7 +166,7 @@ def test_samples_that_a_rollback_finds_deleted_are_generated_again(run: Any, att
     second.open(rollback="regenerate")
     assert sorted(second.receive(12)) == ALL
     assert len(producer.generated) > 12
-    assert producer.service.statistics().regenerated == len(producer.generated) - 12
+    assert producer.spool.regenerated == len(producer.generated) - 12
     finish(second, producer, ALL)
 
 
@@ -192,7 +199,7 @@ def test_a_full_spool_pauses_generation_and_says_so_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     producer = run(quota_bytes=40_000, segment_bytes=1, keep_checkpoints=1)
-    eventually(lambda: producer.service.statistics().alarm != "", "an alarm")
+    eventually(lambda: producer.spool.alarm != "", "an alarm")
     member = attach(producer)
     member.open()
     received: list[SampleId] = []
@@ -210,7 +217,7 @@ def test_a_full_spool_pauses_generation_and_says_so_once(
     assert len(paused) == len(resumed), said
     assert producer.service.statistics().spool_full_seconds > 0
     assert sorted(producer.generated) == ALL
-    assert producer.service.statistics().alarm == ""
+    assert producer.spool.alarm == ""
 
 
 def test_a_restarted_producer_generates_only_what_is_not_finished(run: Any, attach: Any) -> None:
@@ -232,7 +239,7 @@ def test_a_restarted_producer_generates_only_what_is_not_finished(run: Any, atta
 def test_statistics_are_there_before_anything_is_loaded(tmp_path: Path) -> None:
     config = ProducerConfig(engine=ENGINE, spool=SpoolConfig(dir=tmp_path))
     statistics = ProducerService(config).statistics()
-    assert (statistics.phase, statistics.prompts, statistics.alarm) == ("loading", 0, "")
+    assert (statistics.phase, statistics.prompts, statistics.spool) == ("loading", 0, None)
 
 
 def test_ids_of_all_prompts_are_accounted_for(run: Any, attach: Any) -> None:
