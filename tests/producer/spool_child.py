@@ -115,7 +115,7 @@ def crash_at_every_step(directory: str) -> None:
     """Forks a writer again and again, and kills it before its first, second, third... call that
     changes a file. Every record that it was told is stored must be there."""
     path = Path(directory) / "control.log"
-    step, ended = 0, False
+    step, size_bytes, ended = 0, 0, False
     while not ended:
         step += 1
         for old in Path(directory).iterdir():
@@ -136,8 +136,9 @@ def crash_at_every_step(directory: str) -> None:
         last = told[-1] if told else -1
         assert (stored[-1] if stored else -1) in (last, last + 1), (step, stored, last)
         assert stored == list(range(stored[-1] + 1))[-2:] if stored else True, (step, stored)
+        size_bytes = log.size_bytes
         log.close()
-    sys.stdout.write(f"{step} {log.size_bytes}")
+    sys.stdout.write(f"{step} {size_bytes}")
 
 
 def _commits(log: ControlLog, count: int, told: int | None = None) -> None:

@@ -109,6 +109,21 @@ def test_void_record_beside_its_successor_in_one_segment(tmp_path: Path) -> None
         spool.close()
 
 
+def test_void_place_hides_nothing_in_a_later_segment(tmp_path: Path) -> None:
+    """A segment's number is not used again, though every file was deleted before a restart."""
+    spool = open_spool(tmp_path)
+    spool.append(sample(0))
+    spool.void(sample(0).id, "checksum")
+    spool.close()
+    segment_files(tmp_path)[0].unlink()
+    spool = open_spool(tmp_path)
+    spool.append(sample(0))
+    spool.close()
+    spool = open_spool(tmp_path)
+    assert ordinals(spool) == [0]
+    spool.close()
+
+
 def test_damage_that_is_found_at_start_is_reported_as_regenerated_for_good(tmp_path: Path) -> None:
     spool = open_spool(tmp_path)
     records = [spool.append(sample(k)) for k in range(3)]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_disk_fills_and_the_producer_neither_dies_nor_repeats_finished_work(
 ) -> None:
     """Elsewhere a full disk kills the process, and the resume writes finished samples again."""
     directory = small_disk / "spool"
-    options = {"min_free_bytes": 0, "segment_bytes": 1, "keep_checkpoints": 1}
+    options: dict[str, Any] = {"min_free_bytes": 0, "segment_bytes": 1, "keep_checkpoints": 1}
     spool = open_spool(directory, **options)
     stored = append_until_full(spool)
     assert stored > 2

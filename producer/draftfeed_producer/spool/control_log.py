@@ -161,6 +161,7 @@ def _readable(fd: int, at: int) -> bool:
 
 def _entry(record: Record) -> bytes:
     payload = msgspec.msgpack.encode(record)
+    assert len(payload) <= entries.MAX_PAYLOAD_BYTES
     return entries.header(entries.Kind.CONTROL, payload) + payload
 
 

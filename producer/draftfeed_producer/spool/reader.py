@@ -11,6 +11,7 @@ from draftfeed_producer.errors import SpoolError
 from draftfeed_producer.spool.control import Control
 from draftfeed_producer.spool.control_log import KEEP_ALL, read_control
 from draftfeed_producer.spool.directory import CONTROL_LOG, read_owner, segment_paths
+from draftfeed_producer.spool.samples import is_void
 from draftfeed_producer.spool.segments import Damage, Record, scan_records
 from draftfeed_proto.ids import Shards
 from draftfeed_proto.sample import Assembler, Sample
@@ -71,7 +72,7 @@ class Reader:
                 yield from scan_records(fd, segment.number, verify=False, sealed=not segment.last)
 
     def records(self) -> Iterator[Record]:
-        """Those that count: neither damaged in their form nor void. One for each sample."""
+        """Those that count: neither damaged in their form nor void."""
         for segment in self.segments():
             for found in self.scan(segment):
                 if isinstance(found, Record) and not self.is_void(found):
@@ -79,7 +80,7 @@ class Reader:
 
     def is_void(self, found: Record | Damage) -> bool:
         """Whether the producer knows that it is bad, and makes the sample again."""
-        return found.place in self.control.voids
+        return is_void(found, self.control.voids)
 
     def sample(self, record: Record) -> Sample | None:
         """Reads, checks and decodes it; None when the producer has deleted the segment.

@@ -1,11 +1,13 @@
 """The segment files of a spool, and the records in them."""
 
+import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+from draftfeed_producer.spool.control import Void
 from draftfeed_producer.spool.directory import segment_paths
 from draftfeed_producer.spool.segments import Damage, HeaderOf, Record, Segment, frame_fault
 from draftfeed_proto.ids import SampleId
@@ -35,8 +37,8 @@ class Samples:
         """Written to since the last sync; one that is full is synced before another begins."""
         self._synced_at = time.monotonic()
 
-    def load(self, voids: Collection[tuple[int, int]]) -> list[Damage]:
-        """Index what is on the disk, but for the records at these places; returns what is damaged.
+    def load(self, voids: Mapping[tuple[int, int], Void]) -> list[Damage]:
+        """Index what is on the disk, but for the records that are void; returns what is damaged.
 
         Raises OSError, and SpoolError for what a newer version wrote.
         """
@@ -45,12 +47,13 @@ class Samples:
         for number, path in paths:
             segment, records, bad = Segment.open(path, number, last=path == paths[-1][1])
             self._segments[number] = segment
-            self._number = number
-            live = {record.header.id: record for record in records if record.place not in voids}
+            live = {r.header.id: r for r in records if not is_void(r, voids)}
             segment.ids = set(live)
             self._records.update(live)
             damages += bad
-        return [damage for damage in damages if damage.place not in voids]
+        # A number is not used again: what is void in a segment must not hide what lies in another.
+        self._number = max([*self._segments, *(number for number, _ in voids)], default=0)
+        return [damage for damage in damages if not is_void(damage, voids)]
 
     def append(self, frames: Iterable[bytes], header_of: HeaderOf, *, ahead: bool) -> Record:
         """Durable as the fsync policy says when it returns. `ahead`: the disk has room for blocks
@@ -97,20 +100,37 @@ class Samples:
         chunks = range(self._records[id].header.chunks)
         return not any(frame_fault(self.read_chunk(id, index)) for index in chunks)
 
+    def force(self, segment: int) -> None:
+        """Have a segment on the disk now, whatever the policy: its places are about to be named."""
+        with self.changed:
+            fd = self._segments[segment].duplicate()
+        _sync(fd)
+
     def forget(self, id: SampleId) -> None:
         """Its record is not used any more, nor its segment kept for it."""
         with self.changed:
             record = self._records.pop(id)
             self._segments[record.segment].ids.discard(id)
 
-    def free(self, is_over: Callable[[SampleId], bool], *, short: bool) -> None:
-        """Delete segments that no sample needs. One that is not full is deleted only when space is
-        `short`."""
+    def release(self, is_over: Callable[[SampleId], bool], *, short: bool) -> list[Segment]:
+        """Takes out the segments that no sample needs, for `discard`. One that is not full is given
+        up only when space is `short`."""
         with self.changed:
-            for segment in list(self._segments.values()):
-                closed = short or not self._appendable(segment)
-                if closed and segment is not self._busy and all(map(is_over, segment.ids)):
-                    self._delete(segment)
+            done = [
+                segment
+                for segment in self._segments.values()
+                if (short or not self._appendable(segment)) and segment is not self._busy
+                if all(map(is_over, segment.ids))
+            ]
+            for segment in done:
+                self._remove(segment)
+            return done
+
+    def discard(self, segments: list[Segment]) -> None:
+        """Delete them, and wake who waits for space."""
+        for segment in segments:
+            segment.unlink()
+        with self.changed:
             self.changed.notify_all()
 
     @property
@@ -133,10 +153,12 @@ class Samples:
         if self._fsync == "never":
             return
         self._synced_at = time.monotonic()
-        with self.changed:  # a segment is closed under this lock
+        with self.changed:
             segment, self._dirty = self._dirty, None
-            if segment is not None and segment.number in self._segments:
-                segment.sync()
+            if segment is None or segment.number not in self._segments:
+                return
+            fd = segment.duplicate()
+        _sync(fd)  # which takes its time: nobody is to wait, and the segment may be closed
 
     def close(self) -> None:
         self.sync()
@@ -161,9 +183,21 @@ class Samples:
     def _appendable(self, segment: Segment) -> bool:
         return segment.number == self._number and segment.end < self._segment_bytes
 
-    def _delete(self, segment: Segment) -> None:
+    def _remove(self, segment: Segment) -> None:
         del self._segments[segment.number]
         for id in segment.ids:
             if id in self._records and self._records[id].segment == segment.number:
                 del self._records[id]
-        segment.unlink()
+
+
+def is_void(found: Record | Damage, voids: Mapping[tuple[int, int], Void]) -> bool:
+    """Whether the control log says that it is not to be used."""
+    id = found.header.id if isinstance(found, Record) else found.id
+    return found.place in voids and voids[found.place].id == id
+
+
+def _sync(fd: int) -> None:
+    try:
+        os.fdatasync(fd)
+    finally:
+        os.close(fd)

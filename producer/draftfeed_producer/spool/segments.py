@@ -127,7 +127,8 @@ class Segment:
             sample = header_of(len(spans), sum(size for _, size in spans))
             end = entries.write(self._fd, end, Kind.SAMPLE, msgspec.msgpack.encode(sample))
         except BaseException:
-            os.ftruncate(self._fd, self.end)
+            os.ftruncate(self._fd, self.end)  # what was taken ahead goes too
+            self._reserved = self.end
             raise
         self.ids.add(sample.id)  # before the end moves: a full segment without open ids is deleted
         self.end = end
@@ -147,8 +148,9 @@ class Segment:
         """Nothing is appended any more: what was taken ahead goes back to the disk."""
         release_spare(self._fd)
 
-    def sync(self) -> None:
-        os.fdatasync(self._fd)
+    def duplicate(self) -> int:
+        """A descriptor of its own, for the caller to close."""
+        return os.dup(self._fd)
 
     def unlink(self) -> None:
         self.close()

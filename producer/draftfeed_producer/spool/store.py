@@ -165,7 +165,7 @@ class Spool:
     def void(self, id: SampleId, reason: str) -> None:
         """The sample's record is damaged: forget it, so that the sample is unfinished again.
         Raises KeyError when it has none."""
-        self._store(Void(id, *self._samples.record(id).place, reason))
+        self._void(id, self._samples.record(id).place, reason)
         self._samples.forget(id)
         self._free()
 
@@ -294,7 +294,12 @@ class Spool:
         where = f"segment {damage.segment}, bytes {damage.start} to {damage.stop}"
         logger.warning("%s is damaged (%s: %s)", name, where, damage.reason)
         if damage.id and not self.finished(damage.id):
-            self._store(Void(damage.id, *damage.place, damage.reason))
+            self._void(damage.id, damage.place, damage.reason)
+
+    def _void(self, id: SampleId, place: tuple[int, int], reason: str) -> None:
+        # Else a power cut could take the record and leave its place to another.
+        self._samples.force(place[0])
+        self._store(Void(id, *place, reason))
 
     def _store(self, record: control.Record) -> None:
         with self._recording:
@@ -307,9 +312,10 @@ class Spool:
     def _free(self) -> None:
         with self._samples.changed:
             gone = self._state.freeable
-            self._samples.free(
+            done = self._samples.release(
                 lambda id: id in gone or id in self._state.tombstones, short=not self._has_room()
             )
+        self._samples.discard(done)
 
     def _has_room(self) -> bool:
         return self._space.has_room(self._samples.used_bytes, self._samples.spare_bytes)
