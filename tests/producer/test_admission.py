@@ -1,0 +1,118 @@
+"""Which prompt the engine gets next, with a real spool and server behind it."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from bare_member import BareMember
+from draftfeed_producer.admission import Admission
+from draftfeed_producer.delivery import Delivery
+from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.server import Listener, Server, ServerConfig
+from draftfeed_producer.sources import PromptSource
+from draftfeed_producer.spool import Spool, SpoolConfig
+from draftfeed_proto import messages as m
+from draftfeed_proto.ids import IdSet, SampleId, Shards
+from samples import DATASET, DESCRIPTOR, sample
+
+SHARDS = Shards(DATASET, 0, (0, 1))
+ALL = [SampleId(DATASET, 0, 0, ordinal) for ordinal in range(6)]
+
+
+def found(id: SampleId) -> Prompt | None:
+    """Line 3 proves to be no prompt when it is looked at."""
+    return Prompt(id, "", np.zeros(1, np.int32)) if id.ordinal != 3 else None
+
+
+class Parts(NamedTuple):
+    admission: Admission
+    spool: Spool
+    server: Server
+    address: str
+    stopped: threading.Event
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Iterator[Parts]:
+    spool = Spool(SpoolConfig(dir=tmp_path / "spool", min_free_bytes=0), DESCRIPTOR, SHARDS)
+    listener = Listener(ServerConfig(bind="tcp://127.0.0.1:*"))
+    server = Server(listener, spool, Delivery.of(spool, DESCRIPTOR, IdSet(ALL)))
+    server.start()
+    stopped = threading.Event()
+    admission = Admission(
+        PromptSource(SHARDS, IdSet(ALL), IdSet(), 1, found), spool, server, stopped
+    )
+    yield Parts(admission, spool, server, listener.address, stopped)
+    server.close("test over")
+    spool.close()
+
+
+def ordinals(prompts: Iterator[Prompt]) -> list[int]:
+    return [prompt.id.ordinal for prompt in prompts]
+
+
+def test_every_prompt_is_given_out_once_and_then_it_is_over(parts: Parts) -> None:
+    admission = parts.admission
+    assert (admission.ready, admission.over) == (True, False)
+    assert ordinals(admission.prompts_now()) == [0, 1, 2, 4, 5]
+    assert (admission.ready, admission.over) == (False, True)
+    assert ordinals(admission.prompts_now()) == []
+
+
+def test_a_line_that_proves_to_be_no_prompt_does_not_keep_the_run_from_its_end(
+    parts: Parts,
+) -> None:
+    for prompt in parts.admission.prompts_now():
+        made = sample(prompt.id.ordinal)
+        parts.server.stored(parts.spool.append(made).header)
+        parts.admission.stored(prompt.id)
+    parts.server.finish()
+    member = BareMember(parts.address)
+    try:
+        member.open()
+        received = list(member.receive(5))
+        member.commit(received)
+        member.until(m.AllTerminal)
+        assert IdSet.from_wire(member.inquire().skipped) == IdSet([ALL[3]])
+    finally:
+        member.close()
+
+
+def test_samples_to_be_generated_again_come_before_new_ones(parts: Parts) -> None:
+    prompts = parts.admission.prompts_now()
+    assert next(prompts).id.ordinal == 0
+    parts.admission.stored(ALL[0])
+    parts.server.regenerate.put([ALL[0], ALL[5]])
+    assert parts.admission.ready
+    assert ordinals(prompts) == [0, 5, 1, 2, 4], "and what was begun by then is not begun twice"
+
+
+def test_a_prompt_that_became_finished_meanwhile_is_not_given_out(parts: Parts) -> None:
+    prompts = parts.admission.prompts_now()
+    assert next(prompts).id.ordinal == 0
+    parts.spool.append(sample(1))
+    parts.server.regenerate.put([ALL[1]])
+    assert ordinals(prompts) == [2, 4, 5]
+
+
+def test_after_stop_nothing_is_given_out(parts: Parts) -> None:
+    parts.stopped.set()
+    assert ordinals(parts.admission.prompts_now()) == []
+
+
+@pytest.mark.parametrize("tries", [1, 3])
+def test_only_the_tries_after_the_first_are_a_stall(parts: Parts, tries: int) -> None:
+    given: list[Any] = []
+
+    def done(timeout_seconds: float) -> bool:
+        given.append(timeout_seconds)
+        return len(given) == tries
+
+    parts.admission.wait(done)
+    assert given[0] == 0.0
+    assert len(given) == tries
+    assert (parts.admission.full_seconds > 0) == (tries > 1)
