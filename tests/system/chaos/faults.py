@@ -88,10 +88,6 @@ def the_trainer(world: World, rng: random.Random) -> set[str]:
     return {"trainer"} if world.current.alive and not world.current.stopped else set()
 
 
-def a_granted_trainer(world: World, rng: random.Random) -> set[str]:
-    return the_trainer(world, rng) if world.current.granted else set()
-
-
 def producer_and_trainer(world: World, rng: random.Random) -> set[str]:
     producer, trainer = a_producer(world, rng), the_trainer(world, rng)
     return producer | trainer if producer and trainer else set()
@@ -109,8 +105,8 @@ def the_wire(world: World, rng: random.Random) -> set[str]:
     return {"wire"}
 
 
-def wire_and_granted_trainer(world: World, rng: random.Random) -> set[str]:
-    return {"wire", "trainer"} if a_granted_trainer(world, rng) else set()
+def wire_and_trainer(world: World, rng: random.Random) -> set[str]:
+    return {"wire", "trainer"} if the_trainer(world, rng) else set()
 
 
 # faults
@@ -215,9 +211,12 @@ def flip_wire(scene: Scene) -> Steps:
 
 
 def take_over_in_mid_checkpoint(scene: Scene) -> Steps:
+    yield from _trainer_has_the_stream(scene)
     old = scene.world.current
     old.save_now(SAVE_SECONDS)
     yield from until(lambda: old.saving() or not old.alive, f"{old.name} makes a checkpoint")
+    if not old.alive:
+        return  # it had trained everything
     old, new = scene.world.take_over()
     scene.mark.begin(f"{old.name} -> {new.name}")
     yield from _granted(scene, new)
@@ -227,6 +226,9 @@ def take_over_in_mid_checkpoint(scene: Scene) -> Steps:
 
 
 def take_over_in_mid_sample(scene: Scene) -> Steps:
+    yield from _trainer_has_the_stream(scene)
+    if not scene.world.current.alive:
+        return
     relay = scene.world.relay
     relay.slow(SLOW_BYTES_PER_SECOND)
     old, new = scene.world.take_over()
@@ -245,6 +247,9 @@ def take_over_in_mid_sample(scene: Scene) -> Steps:
 
 def wake_old_node(scene: Scene) -> Steps:
     """Frozen for so long that another was put in its place; then it goes on."""
+    yield from _trainer_has_the_stream(scene)
+    if not scene.world.current.alive:
+        return
     scene.world.current.stop()
     yield a_while(scene.rng)
     old, new = scene.world.take_over()
@@ -256,7 +261,10 @@ def wake_old_node(scene: Scene) -> Steps:
 
 
 def drain_and_swap(scene: Scene) -> Steps:
+    yield from _trainer_has_the_stream(scene)
     old = scene.world.current
+    if not old.alive:
+        return
     drain = scene.world.drain()
     scene.mark.begin(old.name)
     yield from until(lambda: drain.poll() is not None, f"{old.name} is drained")
@@ -278,10 +286,10 @@ KINDS = (
     Kind(flip_disk_while_running, a_disk),
     Kind(fill_disk, a_disk),
     Kind(flip_wire, the_wire),
-    Kind(take_over_in_mid_checkpoint, a_granted_trainer),
-    Kind(take_over_in_mid_sample, wire_and_granted_trainer),
-    Kind(wake_old_node, a_granted_trainer),
-    Kind(drain_and_swap, a_granted_trainer),
+    Kind(take_over_in_mid_checkpoint, the_trainer),
+    Kind(take_over_in_mid_sample, wire_and_trainer),
+    Kind(wake_old_node, the_trainer),
+    Kind(drain_and_swap, the_trainer),
 )
 
 
@@ -289,6 +297,15 @@ def _start_again(scene: Scene) -> None:
     """On any host; whoever knows that the old one is dead may take over at once, or wait."""
     takeover = ["--takeover"] if scene.rng.random() < 0.5 else []
     scene.world.launch_trainer(*takeover, host=scene.rng.choice(hosts.TRAINERS))
+
+
+def _trainer_has_the_stream(scene: Scene) -> Steps:
+    """One that still waits for its grant cannot be replaced: it might get it after the other."""
+
+    def settled() -> bool:
+        return scene.world.current.granted or not scene.world.current.alive
+
+    yield from until(settled, f"{scene.world.current.name} is granted the stream")
 
 
 def _granted(scene: Scene, new: Trainer) -> Steps:

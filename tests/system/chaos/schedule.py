@@ -11,7 +11,7 @@ from chaos.faults import KINDS, Kind, Mark, Scene, Steps
 from chaos.world import World
 
 MOST_AT_ONCE = 3
-PAUSE_SECONDS = (0.2, 3.0)
+PAUSE_SECONDS = (0.1, 2.5)
 """Between the beginnings of two faults."""
 
 
@@ -66,8 +66,8 @@ class Schedule:
 
     def _begin(self) -> None:
         taken = {claim for active in self._active for claim in active.scene.claims}
-        if not self._deck:
-            self._deck = self._rng.sample(KINDS, len(KINDS))
+        if len(self._deck) < len(KINDS):  # always a choice, or the last of a deck come alone
+            self._deck += self._rng.sample(KINDS, len(KINDS))
         for kind in self._deck:
             claims = kind.claims(self._world, self._rng)
             if claims and not claims & taken:
