@@ -14,6 +14,9 @@ from draftfeed_producer.spool.segments import Damage, Record
 from draftfeed_proto.ids import IdSet, SampleId
 
 
+SEGMENTS_SHOWN = 12
+
+
 class SegmentFacts(msgspec.Struct):
     number: int
     bytes: int
@@ -117,8 +120,10 @@ def inspect_lines(facts: SpoolFacts) -> Iterator[str]:
     for commit in facts.commits:
         how = "rollback to" if commit.rollback else "commit     "
         yield f"{how}  {commit.number} of term {commit.term}: {commit.samples} samples"
-    for row in facts.segments:
+    for row in facts.segments[:SEGMENTS_SHOWN]:
         yield f"segment      {row.number}: {bytes_text(row.bytes)}, {row.samples} samples"
+    if (more := len(facts.segments) - SEGMENTS_SHOWN) > 0:
+        yield f"             and {more} more, up to {facts.segments[-1].number}; --json has them all"
 
 
 def trace(reader: Reader, name: str) -> Iterator[str]:
