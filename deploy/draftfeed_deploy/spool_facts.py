@@ -13,7 +13,6 @@ from draftfeed_producer.spool.reader import Reader
 from draftfeed_producer.spool.segments import Damage, Record
 from draftfeed_proto.ids import IdSet, SampleId
 
-
 SEGMENTS_SHOWN = 12
 
 
@@ -123,7 +122,7 @@ def inspect_lines(facts: SpoolFacts) -> Iterator[str]:
     for row in facts.segments[:SEGMENTS_SHOWN]:
         yield f"segment      {row.number}: {bytes_text(row.bytes)}, {row.samples} samples"
     if (more := len(facts.segments) - SEGMENTS_SHOWN) > 0:
-        yield f"             and {more} more, up to {facts.segments[-1].number}; --json has them all"
+        yield f"             and {more} more up to {facts.segments[-1].number}; see --json"
 
 
 def trace(reader: Reader, name: str) -> Iterator[str]:
