@@ -6,20 +6,49 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from rich.console import Console
 from rich.logging import RichHandler
 
-from draftfeed_deploy import exits
+from draftfeed_deploy import exits, spool_tools
 
+if TYPE_CHECKING:
+    from draftfeed_consumer.config import ConsumerConfig
+
+GIVE_UP_SECONDS = 15.0
+"""How much longer than the consumer `draftfeed drain` waits: the consumer says how it ended."""
 EPILOG = f"""\
 examples:
   draftfeed demo                                 the whole line on this machine, no GPU needed
   draftfeed producer -c producer.toml            generate, capture, spool, serve
   draftfeed consumer -c consumer.toml            receive and train
-  draftfeed consumer -c consumer.toml --set producer.address=tcp://10.0.0.1:5550
+  draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
+  draftfeed drain -c consumer.toml               end a consumer with everything committed
 
 {exits.SUMMARY}"""
+CONSUMER_EPILOG = """\
+SIGTERM and Ctrl-C drain: no more samples are taken, the trainer ends with its usual last
+checkpoint, and the producers confirm it. Again, or after [trainer] drain_seconds, it stops at
+once; what was trained since the last checkpoint is then trained again by the next one.
+
+--takeover moves training to another node while generation goes on. Start the new consumer with
+  the same group, and with access to the old one's checkpoints. Every producer hands it the
+  stream and from then on accepts nothing of the old one, whose samples without a checkpoint come
+  again. The old node need not be reachable. If it lives it hears of it at its next message,
+  within about a second: it stops, commits nothing more and ends with exit code 3. Do not restart
+  it. Without --takeover a consumer waits until the one before has left, or has been cut off for
+  the producers' [server] session_timeout_seconds. It is an option and no configuration, because
+  two services that take over whenever they start would do so from each other for ever.
+
+--rollback is needed when the checkpoint lacks samples that the producers know as trained: it is
+  not the last one, or the last one is lost. "deliver" (if you name none) has them delivered once
+  more, and is refused when some have left the spool, which keeps what the last two commits
+  added. "regenerate" has those generated again: that takes its time and may give other text.
+  Either way the newer checkpoints are worth nothing any more. To go on from one of them would
+  train those samples twice.
+"""
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,15 +81,38 @@ def _producer(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _consumer(arguments: argparse.Namespace, console: Console) -> int:
-    from draftfeed_deploy import config, packages
+    from draftfeed_deploy import packages
 
     packages.require_for_consumer()
-    from draftfeed_consumer.config import ConsumerConfig
+    from draftfeed_consumer.actions import Attach
     from draftfeed_deploy.consumer import run_consumer
 
-    loaded = config.load(arguments.config, ConsumerConfig, arguments.set)
-    run_consumer(loaded, arguments.run_dir, console)
+    attach = Attach(
+        takeover=arguments.takeover,
+        rollback=arguments.rollback,
+        without=tuple(arguments.without),
+    )
+    run_consumer(_consumer_config(arguments), arguments.run_dir, console, attach)
     return exits.DONE
+
+
+def _consumer_config(arguments: argparse.Namespace) -> "ConsumerConfig":
+    from draftfeed_consumer.config import ConsumerConfig
+    from draftfeed_deploy import config
+
+    return config.load(arguments.config, ConsumerConfig, arguments.set)
+
+
+def _drain(arguments: argparse.Namespace, console: Console) -> int:
+    from draftfeed_deploy import packages
+    from draftfeed_deploy.drain import drain
+
+    packages.require_for_consumer()
+    trainer = _consumer_config(arguments).trainer
+    timeout_seconds = arguments.timeout
+    if timeout_seconds is None:
+        timeout_seconds = trainer.drain_seconds + GIVE_UP_SECONDS
+    return exits.DONE if drain(trainer.output_dir, timeout_seconds) else exits.FAILED
 
 
 def _demo(arguments: argparse.Namespace, console: Console) -> int:
@@ -76,6 +128,7 @@ def _demo(arguments: argparse.Namespace, console: Console) -> int:
             directory=arguments.dir,
             prompts=arguments.prompts,
             max_new_tokens=arguments.max_new_tokens,
+            swap=arguments.swap,
         )
         report = run_demo(options, console)
     print("\n".join(summary_lines(report)))
@@ -103,19 +156,60 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="count lines of the prompt file that cannot be used and go on (prompts.skip_bad)",
     )
-    _add_service(commands, "consumer", "receive samples and train on them", _consumer)
+    _add_consumer(commands)
+    _add_drain(commands)
+    spool_tools.add_commands(commands)
     _add_demo(commands)
     return parser
 
 
-def _add_service(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    name: str,
-    summary: str,
-    command: Callable[[argparse.Namespace, Console], int],
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, description=f"{name}: {summary}.")
-    parser.set_defaults(command=command)
+def _add_consumer(commands: Commands) -> None:
+    parser = _add_service(commands, "consumer", "receive samples and train on them", _consumer)
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, CONSUMER_EPILOG
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="take the stream from the consumer that has it; see below",
+    )
+    parser.add_argument(
+        "--rollback",
+        nargs="?",
+        const="deliver",
+        default="",
+        choices=["deliver", "regenerate"],
+        help="go back to a checkpoint that is older than the last commit; see below",
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="begin although this producer cannot be reached: until it is, another consumer may "
+        "still be training from it; may be repeated",
+    )
+
+
+def _add_drain(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "drain",
+        help="end a running consumer with everything committed",
+        description="Find the consumer that was started on this machine with this configuration "
+        "(by draftfeed.pid in its [trainer] output_dir) and end it as SIGTERM does: it takes no "
+        "more samples, finishes its step, makes a last checkpoint and waits until the producers "
+        "have stored what that contains. Ends with 0 when it did, with 1 when it has not within "
+        "the time or ended otherwise, with 2 when no such consumer runs.",
+    )
+    parser.set_defaults(command=_drain)
+    _add_config(parser, "consumer")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"default: [trainer] drain_seconds + {GIVE_UP_SECONDS:.0f}",
+    )
+
+
+def _add_config(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("-c", "--config", type=Path, required=True, metavar=f"{name}.toml")
     parser.add_argument(
         "--set",
@@ -124,6 +218,17 @@ def _add_service(
         metavar="TABLE.KEY=VALUE",
         help="override one value of the configuration; may be repeated",
     )
+
+
+def _add_service(
+    commands: Commands,
+    name: str,
+    summary: str,
+    command: Callable[[argparse.Namespace, Console], int],
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=f"{name}: {summary}.")
+    parser.set_defaults(command=command)
+    _add_config(parser, name)
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -133,7 +238,7 @@ def _add_service(
     return parser
 
 
-def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_demo(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo",
         help="the whole line on this machine, proven by a report",
@@ -151,6 +256,11 @@ def _add_demo(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=64, metavar="N", help="default: 64"
+    )
+    parser.add_argument(
+        "--swap",
+        action="store_true",
+        help="let a second consumer take over in the middle of the run",
     )
 
 

@@ -1,5 +1,6 @@
 """`draftfeed consumer`: the consumer and its trainer in the foreground."""
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -7,47 +8,104 @@ from pathlib import Path
 
 from rich.console import Console
 
+from draftfeed_consumer.actions import Attach
 from draftfeed_consumer.config import ConsumerConfig
-from draftfeed_consumer.stream import HiddenStateStream, StreamStatistics
+from draftfeed_consumer.errors import StreamClosed
+from draftfeed_consumer.ranks import Ranks
+from draftfeed_consumer.stream import HiddenStateStream
+from draftfeed_consumer.trainers import Train, TrainerRun
 from draftfeed_consumer.trainers import load as load_trainer
+from draftfeed_deploy import exits
+from draftfeed_deploy.drain import Claim, claimed
 from draftfeed_deploy.errors import CommitUnknown
-from draftfeed_deploy.foreground import interrupt, on_signal, open_log, watched
+from draftfeed_deploy.foreground import GentleStop, interrupt, on_signal, open_log, watched
 from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.records import ConsumerSnapshot, ReceivedSample, Step
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
+logger = logging.getLogger(__name__)
+
 COMMIT_SECONDS = 30.0
-"""How long to wait at the end for the producer to confirm the last checkpoint."""
+"""How long to wait at the end for the producers to confirm the last checkpoint."""
 
 
-def run_consumer(config: ConsumerConfig, run_dir: Path | None, console: Console) -> None:
-    """Returns when the trainer has and the producer knows its last checkpoint.
+def run_consumer(
+    config: ConsumerConfig,
+    run_dir: Path | None,
+    console: Console,
+    attach: Attach = Attach(),  # noqa: B008 - frozen
+) -> None:
+    """Returns when the trainer has, at the end of the samples or after a signal, and the producers
+    know its last checkpoint.
 
-    Raises ConsumerError, CommitUnknown, OutputError, or KeyboardInterrupt after a signal.
+    Raises ConsumerError, CommitUnknown, OutputError, DirectoryInUse, and KeyboardInterrupt after a
+    second signal or when a drain takes too long.
     """
     train, run = load_trainer(config.trainer)
     with ExitStack() as stack:
         stack.enter_context(on_signal(interrupt))
-        samples = open_log(stack, run_dir, "samples.jsonl")
-        stream = HiddenStateStream(config.stream, _received_to(samples) if samples else None)
-        stack.callback(stream.close)
-        steps = open_log(stack, run_dir, "steps.jsonl")
-        if steps is not None:
-            stream.on_step(_steps_to(steps))
+        ranks = Ranks.from_environment()
+        claim = None
+        if ranks is None or ranks.leader:
+            claim = stack.enter_context(claimed(run.output_dir, takeover=attach.takeover))
+        stream = _open_stream(stack, config, run_dir, attach, ranks)
         stack.enter_context(
-            watched("consumer", lambda: consumer_snapshot(stream.statistics()), run_dir, console)
+            watched("consumer", lambda: consumer_snapshot(stream), run_dir, console)
         )
-        train(stream, run)
-        if not stream.wait_committed(COMMIT_SECONDS):
-            raise CommitUnknown
+        stop = stack.enter_context(GentleStop(stream.drain, config.trainer.drain_seconds))
+        stack.enter_context(on_signal(stop.begin))
+        _finish(_train(stream, train, run, stop), claim)
 
 
-def consumer_snapshot(statistics: StreamStatistics) -> ConsumerSnapshot:
+def _open_stream(
+    stack: ExitStack,
+    config: ConsumerConfig,
+    run_dir: Path | None,
+    attach: Attach,
+    ranks: Ranks | None,
+) -> HiddenStateStream:
+    samples = open_log(stack, run_dir, "samples.jsonl")
+    observe = _received_to(samples) if samples else None
+    stream = HiddenStateStream(config.stream, observe, attach, ranks)
+    stack.callback(stream.close)
+    steps = open_log(stack, run_dir, "steps.jsonl")
+    if steps is not None:
+        stream.on_step(_steps_to(steps))
+    return stream
+
+
+def _train(stream: HiddenStateStream, train: Train, run: TrainerRun, stop: GentleStop) -> str:
+    """How it ended, in words."""
+    try:
+        # No trainer looks for its checkpoint before the one in whose place we are can make none.
+        _ = stream.descriptor
+    except StreamClosed:
+        if stop.asked:
+            return "stopped before any producer had granted the stream: nothing was trained"
+        raise
+    train(stream, run)
+    if not stream.wait_committed(COMMIT_SECONDS):
+        raise CommitUnknown
+    how = "drained" if stop.asked else "done"
+    return f"{how}: {stream.statistics().trained} samples trained and committed"
+
+
+def _finish(words: str, claim: Claim | None) -> None:
+    logger.info("%s", words)
+    if claim is not None:
+        claim.code, claim.words = exits.DONE, words
+
+
+def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
+    statistics = stream.statistics()
     client, buffer = statistics.client, statistics.buffer
     return ConsumerSnapshot(
         time_seconds=round(time.monotonic(), 3),
         attached=client.attached,
+        term=max((producer.term for producer in client.producers), default=0),
+        producers={producer.address: producer.state for producer in client.producers},
+        draining=stream.draining,
         samples=client.samples,
         tokens=client.tokens,
         logical_bytes=client.logical_bytes,
@@ -70,14 +128,23 @@ def consumer_snapshot(statistics: StreamStatistics) -> ConsumerSnapshot:
 def _received_to(log: JsonLines) -> Callable[[Sample], None]:
     def write(sample: Sample) -> None:
         rows, tokens = len(sample.hidden_states), len(sample.input_ids)
-        record = ReceivedSample(id=str(sample.id), rows=rows, tokens=tokens, digest=sample.digest())
-        log.write(record)
+        now = round(time.monotonic(), 3)
+        log.write(
+            ReceivedSample(
+                id=str(sample.id),
+                rows=rows,
+                tokens=tokens,
+                digest=sample.digest(),
+                time_seconds=now,
+            )
+        )
 
     return write
 
 
 def _steps_to(log: JsonLines) -> Callable[[int, list[SampleId], dict[str, float]], None]:
     def write(step: int, ids: list[SampleId], metrics: dict[str, float]) -> None:
-        log.write(Step(step=step, ids=[str(id) for id in ids], loss=metrics.get("loss")))
+        names, now = [str(id) for id in ids], round(time.monotonic(), 3)
+        log.write(Step(step=step, ids=names, loss=metrics.get("loss"), time_seconds=now))
 
     return write

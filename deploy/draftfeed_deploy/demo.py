@@ -13,25 +13,32 @@ import msgspec
 from rich.console import Console
 
 from draftfeed_consumer.config import ConsumerConfig
+from draftfeed_consumer.ledger import parse
+from draftfeed_consumer.trainers.dflash import read_state
+from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_deploy import smollm2
 from draftfeed_deploy.config import load
 from draftfeed_deploy.errors import DemoError, OutputError
 from draftfeed_deploy.evaluation import evaluate
+from draftfeed_deploy.records import Checkpoint
 from draftfeed_deploy.report import Report, write_report
 from draftfeed_deploy.services import run_services
 from draftfeed_producer.config import ProducerConfig
+from draftfeed_proto.ids import IdSet
 
 logger = logging.getLogger(__name__)
 
 MARKER = ".draftfeed-demo"
 SHARD_SIZE = 64
+SWAP_SHARE = 0.4
+"""Of the samples, trained when the second consumer is started."""
 
 PRODUCER_TOML = """\
 # One producer: prompts -> SmolLM2 on the CPU -> spool -> this address.
 
 [engine]
 name = "transformers"
-batch_size = 40
+batch_size = {batch_size}
 threads = 1
 sampling = {{ max_new_tokens = {max_new_tokens}, temperature = 0.7, top_p = 0.95, seed = 1 }}
 
@@ -56,7 +63,7 @@ CONSUMER_TOML = """\
 # One consumer: this address -> bounded buffer -> SpecForge's DFlash trainer.
 
 [producer]
-address = {address}
+addresses = [{address}]
 group = "demo"
 
 [buffer]
@@ -73,7 +80,7 @@ threads = 1
 init = "target"          # the drafter starts from the target's last block
 batch_size = 1           # SpecForge drops what does not fill a step; with 1 nothing is left over
 num_anchors = 16
-save_interval_steps = 50
+save_interval_steps = {save_interval_steps}
 resume_from = "latest"   # go on where an earlier run stopped
 """
 
@@ -83,6 +90,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int | None = None
     """Only the first so many of the shipped prompts."""
     max_new_tokens: int = 64
+    swap: bool = False
+    """A second consumer takes over in the middle of the run."""
 
 
 def run_demo(options: DemoOptions, console: Console) -> Report:
@@ -95,16 +104,26 @@ def run_demo(options: DemoOptions, console: Console) -> Report:
     prompts = _shipped(directory, "prompts.jsonl", options.prompts)
     with _phase(console, "making a plain bf16 copy of SmolLM2-135M, once, unless there is one"):
         target = smollm2.prepare()
-    _write_configs(directory, prompts, target, options.max_new_tokens)
-    run_services(directory, console)
+    count = _write_configs(directory, prompts, target, options)
+    run_services(directory, console, int(SWAP_SHARE * count) if options.swap else 0)
+    producer = load(directory / "producer.toml", ProducerConfig)
+    trainer = load(directory / "consumer.toml", ConsumerConfig).trainer
+    _note_checkpoint(directory, trainer.output_dir)
     with _phase(console, "evaluating the drafter on held-out prompts"):
-        evaluation = evaluate(
-            load(directory / "producer.toml", ProducerConfig),
-            load(directory / "consumer.toml", ConsumerConfig).trainer,
-            _shipped(directory, "heldout.jsonl"),
-        )
+        evaluation = evaluate(producer, trainer, _shipped(directory, "heldout.jsonl"))
     (directory / "evaluation.json").write_bytes(msgspec.json.encode(evaluation))
     return write_report(directory, prompts, shard_size=SHARD_SIZE)
+
+
+def _note_checkpoint(directory: Path, output_dir: Path) -> None:
+    """What the drafter is made of, as the file says that its weights are in."""
+    newest = latest_checkpoint(output_dir)
+    if newest is None:
+        return
+    state = read_state(newest)
+    trained = IdSet.from_wire(parse(state["draftfeed"]).trained)
+    checkpoint = Checkpoint(step=state["global_step"], trained=[str(id) for id in trained])
+    (directory / "checkpoint.json").write_bytes(msgspec.json.encode(checkpoint))
 
 
 @contextmanager
@@ -140,19 +159,33 @@ def _shipped(directory: Path, name: str, lines: int | None = None) -> Path:
     return path
 
 
-def _write_configs(directory: Path, prompts: Path, target: Path, max_new_tokens: int) -> None:
+def _write_configs(directory: Path, prompts: Path, target: Path, options: DemoOptions) -> int:
+    """Returns the number of prompts."""
     address = json.dumps(f"tcp://127.0.0.1:{_free_port()}")
+    count = len(prompts.read_bytes().splitlines())
     values = {
         "address": address,
         "target": _quoted(target),
         "prompts": _quoted(prompts),
         "spool": _quoted(directory / "spool"),
         "checkpoints": _quoted(directory / "checkpoints"),
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": options.max_new_tokens,
         "shard_size": SHARD_SIZE,
+        **_pace(count, options),
     }
     (directory / "producer.toml").write_text(PRODUCER_TOML.format(**values))
     (directory / "consumer.toml").write_text(CONSUMER_TOML.format(**values))
+    return count
+
+
+def _pace(prompts: int, options: DemoOptions) -> dict[str, int]:
+    """A swap in mid-run needs a checkpoint before it and prompts not yet generated after it."""
+    if not options.swap:
+        return {"batch_size": 40, "save_interval_steps": 50}
+    return {
+        "batch_size": max(1, min(40, prompts // 8)),
+        "save_interval_steps": max(1, min(50, prompts // 8)),
+    }
 
 
 def _quoted(path: Path) -> str:

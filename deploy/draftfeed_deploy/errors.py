@@ -6,6 +6,8 @@ DeployError (ValueError)
 ├── MissingPackage      an optional dependency is not installed
 │   └── SmolLM2Unavailable  the one that carries the demo's model
 ├── DemoError           a directory that the demo will not write to
+├── DirectoryInUse      another consumer trains into the same output directory
+├── NothingToDrain      no consumer that could be drained from here
 └── RunFailed           what was configured rightly and failed nevertheless
     ├── ServiceFailed   a service of the demo ended before its time, or stands still
     └── CommitUnknown   the producer has not confirmed the last checkpoint
@@ -42,6 +44,19 @@ class SmolLM2Unavailable(MissingPackage):
 
 class DemoError(DeployError):
     """A directory that the demo will not write to."""
+
+
+class DirectoryInUse(DeployError):
+    def __init__(self, directory: Path, holder: str) -> None:
+        super().__init__(
+            f"{directory} is in use by the consumer {holder}; end that one first (draftfeed "
+            "drain), choose another [trainer] output_dir, or take its place with --takeover"
+        )
+        self.directory, self.holder = directory, holder
+
+
+class NothingToDrain(DeployError):
+    """No consumer that could be drained from here; the message says which case it is."""
 
 
 class RunFailed(DeployError):

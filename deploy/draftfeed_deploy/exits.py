@@ -1,24 +1,27 @@
 """Exit codes of the `draftfeed` command, by class of the error that ended it.
 
-0    done
+0    done, drained, or stopped before it had begun
 1    the run failed: RunFailed, CaptureError, SpoolFull, ChunkError, MalformedMessage, every
-     StreamError but StreamRefused, a ConsumerError that is nothing narrower (the client stopped);
-     and a check of the demo that does not hold
-2    wrong configuration or input: every other error of ours
+     StreamError that is not named below, a ConsumerError that is nothing narrower (the client
+     stopped); and a check of the demo that does not hold
+2    wrong configuration or input: StreamRefused, and every other error of ours
+3    Fenced: another process took over the stream. A supervisor that restarts services must not
+     restart this one: it would only wait, or take over in its turn
 130  interrupted
 
 An error of nobody's is a bug: it has no code, and its traceback is shown.
 """
 
-from draftfeed_consumer.errors import ConsumerError, StreamError, StreamRefused
+from draftfeed_consumer.errors import ConsumerError, Fenced, StreamError, StreamRefused
 from draftfeed_deploy.errors import DeployError, RunFailed
 from draftfeed_producer.errors import CaptureError, ProducerError, SpoolFull
 from draftfeed_proto.errors import ChunkError, MalformedMessage, ProtoError
 
-DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, WRONG_INPUT, FENCED, INTERRUPTED = 0, 1, 2, 3, 130
 SUMMARY = """\
-exit codes: 0 done; 1 the run failed, or a check of the demo does not hold;
-            2 wrong configuration or input; 130 interrupted
+exit codes: 0 done, or drained; 1 the run failed, or a check of the demo does not hold;
+            2 wrong configuration or input; 3 another process took over the stream:
+            do not restart this one; 130 interrupted
 """
 
 _OURS = (DeployError, ProtoError, ProducerError, ConsumerError)
@@ -29,6 +32,8 @@ def code_of(error: ValueError) -> int | None:
     """The exit code, or None for an error that is not ours."""
     if not isinstance(error, _OURS):
         return None
+    if isinstance(error, Fenced):
+        return FENCED
     if isinstance(error, StreamRefused):
         return WRONG_INPUT
     failed = isinstance(error, _FAILURES) or type(error) is ConsumerError

@@ -1,5 +1,8 @@
 """What both services need in the foreground: signals, statistics, progress."""
 
+import logging
+import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +16,8 @@ from draftfeed_deploy.errors import OutputError
 from draftfeed_deploy.monitor import JsonLines, Monitor, View
 from draftfeed_deploy.progress import Lines, Panels
 from draftfeed_deploy.records import Snapshot
+
+logger = logging.getLogger(__name__)
 
 
 def open_log(stack: ExitStack, run_dir: Path | None, name: str) -> JsonLines | None:
@@ -68,3 +73,51 @@ def on_signal(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         restore()
+
+
+class GentleStop:
+    """Asks the main thread's work to end, once; raises KeyboardInterrupt there when it has not
+    ended in time. A second signal does that at once, if `on_signal(interrupt)` lies around this.
+
+    Logging and waiting are a thread's: a signal handler may have interrupted the holder of any
+    lock that it would need.
+    """
+
+    def __init__(self, ask: Callable[[], None], seconds: float) -> None:
+        """ask: called in the signal handler."""
+        self.asked = False
+        self._ask, self._seconds = ask, seconds
+        self._reader, self._writer = os.pipe()
+        self._lock, self._over = threading.Lock(), False
+        self._thread = threading.Thread(target=self._watch, name="gentle stop", daemon=True)
+
+    def __enter__(self) -> "GentleStop":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._over = True
+        os.close(self._writer)
+        self._thread.join()
+        os.close(self._reader)
+
+    def begin(self) -> None:
+        """For `on_signal`."""
+        self.asked = True
+        self._ask()
+        os.write(self._writer, b"\0")
+
+    def _watch(self) -> None:
+        if not os.read(self._reader, 1):
+            return
+        logger.info(
+            "draining: what the trainer has is trained and committed; again to stop at once"
+        )
+        if select.select([self._reader], [], [], self._seconds)[0]:
+            return
+        logger.error("not drained within %.0f s; stopping at once", self._seconds)
+        with self._lock:
+            main = threading.main_thread().ident
+            if not self._over and main is not None:
+                signal.pthread_kill(main, signal.SIGINT)

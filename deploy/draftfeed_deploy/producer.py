@@ -86,9 +86,13 @@ def producer_snapshot(statistics: ProducerStatistics, logical_bytes: int) -> Pro
         wire_bytes=server.wire_bytes if server else 0,
         spool_bytes=spool.bytes if spool else 0,
         spool_quota_bytes=spool.quota_bytes if spool else 0,
+        alarm=spool.alarm if spool else "",
+        term=server.term if server else 0,
+        members=list(server.members) if server else [],
         leased=server.leased if server else 0,
         committed=spool.committed if spool else 0,
         rejected=spool.tombstones if spool else 0,
+        regenerated=spool.regenerated if spool else 0,
         stall_seconds={
             "spool_full": round(statistics.spool_full_seconds, 3),
             "no_credit": round(server.no_credit_seconds, 3) if server else 0.0,
@@ -109,4 +113,5 @@ def _record(sample: Sample) -> GeneratedSample:
         digest=sample.digest(),
         prompt_tokens=rows + 1 - int(sample.loss_mask.sum()),
         finish_reason=sample.finish_reason,
+        time_seconds=round(time.monotonic(), 3),
     )

@@ -105,12 +105,15 @@ def rows(snapshot: Snapshot, rates: Rates) -> list[Row]:
 
 def _producer_rows(now: ProducerSnapshot, rates: Rates) -> list[Row]:
     spool = now.spool_bytes, now.spool_quota_bytes
+    alarm = f", PAUSED: {now.alarm}" if now.alarm else ""
+    again = f" ({now.regenerated} made again)" if now.regenerated else ""
     return [
         ("phase", now.phase, None),
-        ("samples", f"{now.samples} of {now.prompts}", (now.samples, now.prompts)),
+        ("samples", f"{now.samples} of {now.prompts}{again}", (now.samples, now.prompts)),
         ("capture", f"{rates('captured'):.1f} tokens/s", None),
+        ("members", _members(now), None),
         ("stream", _stream(now, rates), None),
-        ("spool", f"{_bytes(spool[0])} of {_bytes(spool[1])}", spool),
+        ("spool", f"{_bytes(spool[0])} of {_bytes(spool[1])}{alarm}", spool),
         ("committed", f"{now.committed} ({now.leased} leased)", None),
         ("stalls", _stalls(now), None),
     ]
@@ -120,7 +123,7 @@ def _consumer_rows(now: ConsumerSnapshot, rates: Rates) -> list[Row]:
     buffer = now.buffer_bytes, now.buffer_capacity_bytes
     loss = "" if now.loss is None else f", loss {now.loss:.3f}"
     return [
-        ("link", "attached" if now.attached else "waiting for the producer", None),
+        ("link", _link(now), None),
         ("received", f"{now.samples} samples, {rates('tokens'):.1f} tokens/s", None),
         ("stream", _stream(now, rates), None),
         ("buffer", f"{_bytes(buffer[0])} of {_bytes(buffer[1])}", buffer),
@@ -128,6 +131,19 @@ def _consumer_rows(now: ConsumerSnapshot, rates: Rates) -> list[Row]:
         ("step", f"{now.step}{loss}", None),
         ("stalls", _stalls(now), None),
     ]
+
+
+def _members(now: ProducerSnapshot) -> str:
+    names = f"{', '.join(now.members)} attached" if now.members else "nobody attached"
+    return f"{names}, term {now.term}" if now.term else names
+
+
+def _link(now: ConsumerSnapshot) -> str:
+    here = [state in ("granted", "open") for state in now.producers.values()]
+    count = f" to {sum(here)} of {len(here)} producers" if len(here) > 1 else ""
+    if not now.attached:
+        return f"attached{count}" if any(here) else "waiting for the producer"
+    return f"attached{count}, term {now.term}{', draining' * now.draining}"
 
 
 def _stream(now: Snapshot, rates: Rates) -> str:

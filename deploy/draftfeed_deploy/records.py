@@ -37,9 +37,17 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Everything handed to the socket: chunks, messages, what was sent again."""
     spool_bytes: int = 0
     spool_quota_bytes: int = 0
+    alarm: str = ""
+    """Why no prompts are admitted; empty while they are."""
+    term: int = 0
+    """Rises when another consumer takes the stream."""
+    members: list[str] = []
+    """Ranks that have a session."""
     leased: int = 0
     committed: int = 0
     rejected: int = 0
+    regenerated: int = 0
+    """Samples made again because the first record was damaged or lost."""
     stall_seconds: dict[str, float] = {}
     nonfinite: list[int] | None = None
     saturated: list[int] = []
@@ -52,6 +60,10 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     time_seconds: float
     """Monotonic: since the machine started in the file, since the first snapshot in a report."""
     attached: bool = False
+    term: int = 0
+    producers: dict[str, str] = {}
+    """Address -> "down", "linked", "fenced", "granted", "open", "done" or "out"."""
+    draining: bool = False
     samples: int
     tokens: int
     logical_bytes: int
@@ -79,6 +91,7 @@ class GeneratedSample(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     prompt_tokens: int = 0
     finish_reason: str = ""
+    time_seconds: float = 0.0
 
 
 class ReceivedSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +101,8 @@ class ReceivedSample(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     tokens: int
     digest: str
+    time_seconds: float = 0.0
+    """As in the snapshots."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +111,24 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     ids: list[str]
     loss: float | None = None
+    time_seconds: float = 0.0
+    """As in the snapshots."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """`checkpoint.json`: what the newest checkpoint says when all has ended."""
+
+    step: int
+    trained: list[str]
+    """Ids of the samples whose effect it contains."""
+
+
+class Swap(msgspec.Struct, frozen=True, kw_only=True):
+    """`swap.json`: the second consumer of a run, started to take over from the first."""
+
+    started_seconds: float
+    """When its process was started; as in the snapshots."""
+    first_exit_code: int
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):

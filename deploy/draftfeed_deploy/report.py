@@ -1,6 +1,8 @@
 """Proof that a finished run did what it promised: `report.json`, `report.html` and a few lines."""
 
 import importlib.metadata
+from collections import Counter
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from draftfeed_deploy.records import Evaluation, ProducerSnapshot, Rejection
 from draftfeed_deploy.report_checks import Check, expected_prompts, loss_words, run_checks, uses
 from draftfeed_deploy.report_html import render
 from draftfeed_deploy.report_records import RunFiles, read_run
+from draftfeed_deploy.report_swap import SwapReport, swap_lines, swap_report
 
 __all__ = ["Check", "Layer", "Report", "judge_run", "summary_lines", "write_report"]
 
@@ -61,6 +64,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     layers: list[Layer]
     final_training_loss: float | None
     evaluation: Evaluation | None
+    swap: SwapReport | None = None
+    """When a second consumer took over."""
     checks: list[Check]
 
     @property
@@ -116,10 +121,13 @@ def _judge(files: RunFiles, run_dir: Path, prompts_path: Path, shard_size: int) 
         spool_peak_bytes=max((s.spool_bytes for s in files.producer), default=0),
         buffer_peak_bytes=max((s.buffer_bytes for s in files.consumer), default=0),
         producer_stall_seconds=last.stall_seconds if last else {},
-        consumer_stall_seconds=files.consumer[-1].stall_seconds if files.consumer else {},
+        consumer_stall_seconds=_summed(
+            one.snapshots[-1].stall_seconds for one in files.consumers if one.snapshots
+        ),
         layers=_layers(last),
         final_training_loss=_last_loss(files),
         evaluation=files.evaluation,
+        swap=swap_report(files),
         checks=run_checks(files, expected),
     )
 
@@ -141,6 +149,7 @@ def summary_lines(report: Report) -> list[str]:
         f"  learned    {_learned(report.evaluation)}",
         f"  stalls     producer: {_stalls(report.producer_stall_seconds)};"
         f" consumer: {_stalls(report.consumer_stall_seconds)}",
+        *(swap_lines(report.swap) if report.swap else []),
         f"  checks     {len(report.checks) - len(failed)} of {len(report.checks)} passed",
         *(f"  FAILED     {check.name}: {check.detail}" for check in failed),
     ]
@@ -155,6 +164,13 @@ def _tokens_per_second(snapshots: list[ProducerSnapshot]) -> float:
     stop = next(s for s in snapshots if s.tokens == last.tokens)
     seconds = stop.time_seconds - start.time_seconds
     return (stop.tokens - start.tokens) / seconds if seconds > 0 else 0.0
+
+
+def _summed(stalls: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for seconds in stalls:
+        total.update(seconds)
+    return dict(total)
 
 
 def _layers(last: ProducerSnapshot | None) -> list[Layer]:

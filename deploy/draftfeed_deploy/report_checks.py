@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from draftfeed_deploy.records import (
-    ConsumerSnapshot,
     Evaluation,
     GeneratedSample,
     ProducerSnapshot,
@@ -55,11 +54,13 @@ def run_checks(files: RunFiles, expected: Expected) -> list[Check]:
         _check_accounted(files, expected),
         _check_trained(files, expected),
         _check_once(files, expected),
+        _check_checkpoint(files, expected),
         _check_digests(files, expected),
         _check_rows(files, expected),
         _check_wire(files),
         _check_loss(files),
         _check_values(files.producer[-1] if files.producer else None),
+        *([_check_swap(files)] if len(files.consumers) > 1 else []),
     ]
 
 
@@ -109,7 +110,39 @@ def _check_once(files: RunFiles, expected: Expected) -> Check:
     if not counts:
         faults.append("no sample was trained")
     detail = f"{counts.total()} uses of {len(counts)} samples in {len(files.steps)} optimizer steps"
+    if files.undone_steps:
+        detail += f"; {files.undone_steps} more that were in no checkpoint at the swap are undone"
     return _check("each trained exactly once", detail, faults)
+
+
+def _check_checkpoint(files: RunFiles, expected: Expected) -> Check:
+    """What was logged, step by step, against what the drafter's own file says it is made of."""
+    name = "the last checkpoint says the same"
+    if files.checkpoint is None:
+        return Check(name, False, files.checkpoint_problem)
+    logged, saved = uses(files).keys(), set(files.checkpoint.trained)
+    faults = []
+    if lost := logged - saved:
+        faults.append(f"{len(lost)} trained and not in it: {expected.listing(lost)}")
+    if strange := saved - logged:
+        faults.append(f"{len(strange)} in it and in no step: {expected.listing(strange)}")
+    step = files.steps[-1].step if files.steps else 0
+    if step != files.checkpoint.step:
+        faults.append(f"it is of step {files.checkpoint.step}, the last one is {step}")
+    return _check(name, f"{len(saved)} samples at step {step}", faults)
+
+
+def _check_swap(files: RunFiles) -> Check:
+    """The first consumer trained, a second one took the stream from it, and trained on."""
+    code = files.swap.first_exit_code if files.swap else None
+    counted = len(files.steps) - len(files.consumers[1].steps)
+    term = files.producer[-1].term if files.producer else 0
+    faults = [f"the first consumer ended with exit code {code}, not 3"] if code != 3 else []
+    faults += [f"the producer is in term {term}, not 2"] if term != 2 else []
+    faults += ["none of the first consumer's steps remains"] if counted < 1 else []
+    faults += [] if files.consumers[1].steps else ["the second consumer trained nothing"]
+    detail = f"{counted} steps by the first consumer, {len(files.consumers[1].steps)} by the second"
+    return _check("a second consumer took over in mid-run", detail, faults)
 
 
 def _check_digests(files: RunFiles, expected: Expected) -> Check:
@@ -149,21 +182,25 @@ def _check_rows(files: RunFiles, expected: Expected) -> Check:
 
 
 def _check_wire(files: RunFiles) -> Check:
-    faults, details = [], []
-    sides: dict[str, Sequence[ProducerSnapshot | ConsumerSnapshot]] = {
-        "producer": files.producer,
-        "consumer": files.consumer,
+    consumers = [one.snapshots[-1] for one in files.consumers if one.snapshots]
+    received = sum(last.logical_bytes for last in consumers)
+    made = files.producer[-1].logical_bytes if files.producer else 0
+    sent = files.producer[-1].wire_bytes if files.producer else 0
+    # What a second consumer got again was made once and sent twice.
+    moved = max(made, received) if len(files.consumers) > 1 else made
+    sides = {
+        "producer": (moved, sent),
+        "consumer": (received, sum(last.wire_bytes for last in consumers)),
     }
-    for side, snapshots in sides.items():
-        logical, wire = (
-            (snapshots[-1].logical_bytes, snapshots[-1].wire_bytes) if snapshots else (0, 0)
-        )
-        text = f"{logical:,} logical, {wire:,} wire"
-        details.append(text)
-        if not 0 < wire <= logical <= wire * MOST_PLAUSIBLE_RATIO:
-            faults.append(f"not plausible at the {side}: {text}")
-    same = details[0] == details[1]
-    detail = f"{details[0]} on both sides" if same else f"producer {' / consumer '.join(details)}"
+    texts = {side: f"{pair[0]:,} logical, {pair[1]:,} wire" for side, pair in sides.items()}
+    faults = [
+        f"not plausible at the {side}: {texts[side]}"
+        for side, (logical, wire) in sides.items()
+        if not 0 < wire <= logical <= wire * MOST_PLAUSIBLE_RATIO
+    ]
+    producer, consumer = texts.values()
+    same = producer == consumer
+    detail = f"{producer} on both sides" if same else f"producer {producer} / consumer {consumer}"
     return _check("wire bytes within logical bytes", detail, faults)
 
 

@@ -1,6 +1,6 @@
 """`report.html`: one page, no script, nothing loaded from elsewhere."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 from importlib.resources import files as package_files
 from string import Template
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from draftfeed_deploy.report_plots import plots
 from draftfeed_deploy.report_records import RunFiles
+from draftfeed_deploy.report_swap import Generation, SwapReport
 
 if TYPE_CHECKING:
     from draftfeed_deploy.report import Check, Layer, Report
@@ -26,6 +27,7 @@ def render(report: "Report", files: RunFiles) -> str:
         tiles="".join(_tiles(report)),
         checks_passed=f"{sum(check.passed for check in checks)} of {len(checks)}",
         checks="".join(map(_check_row, checks)),
+        swap=_swap(report.swap) if report.swap else "",
         stalls="".join(_stall_rows(report)),
         layers="".join(_layer_rows(report.layers)),
         facts="".join(_fact_rows(report)),
@@ -71,6 +73,36 @@ def _check_row(check: "Check") -> str:
     state, mark = ("ok", "✓ held") if check.passed else ("bad", "✗ failed")
     cells = f'<th scope="row">{escape(check.name)}</th><td>{escape(check.detail)}</td>'
     return f'<tr class="{state}"><td class="mark">{mark}</td>{cells}</tr>'
+
+
+def _swap(swap: SwapReport) -> str:
+    rows = "".join(_swap_rows(swap))
+    note = "a second consumer took the stream from the first while generation went on"
+    return (
+        f'<section><h2>Swap <small>{note}</small></h2><table class="number"><thead><tr><th></th>'
+        "<th>before</th><th>during</th><th>after</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></section>"
+    )
+
+
+def _swap_rows(swap: SwapReport) -> Iterable[str]:
+    def generation(head: str, show: Callable[[Generation], str]) -> str:
+        return _row(head, show(swap.before), show(swap.during), show(swap.after))
+
+    yield generation("generated, tokens/s", lambda part: f"{part.tokens_per_second:.1f}")
+    yield generation("longest gap", lambda part: f"{part.longest_gap_seconds:.1f} s")
+    rates = swap.steps_per_second_before, swap.steps_per_second_after
+    yield _row("optimizer steps/s", f"{rates[0]:.2f}", "", f"{rates[1]:.2f}")
+    undone = f"{swap.steps_undone} undone"
+    yield _row("optimizer steps", f"{swap.steps_by_first}", undone, f"{swap.steps_by_second}")
+    times = {
+        "second consumer started": swap.started_seconds,
+        "the stream is its own": swap.takeover_seconds,
+        "its first sample": swap.first_sample_seconds,
+        "its first step": swap.first_step_seconds,
+    }
+    for what, seconds in times.items():
+        yield _row(f"{what}, after the run began", "", f"{seconds:.1f} s", "")
 
 
 def _stall_rows(report: "Report") -> Iterable[str]:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from draftfeed_deploy.records import (
+    Checkpoint,
     ConsumerSnapshot,
     Evaluation,
     GeneratedSample,
@@ -17,25 +18,67 @@ from draftfeed_deploy.records import (
     ReceivedSample,
     Rejection,
     Step,
+    Swap,
 )
 
 T = TypeVar("T")
-S = TypeVar("S", ProducerSnapshot, ConsumerSnapshot)
+S = TypeVar("S", ProducerSnapshot, ConsumerSnapshot, GeneratedSample, ReceivedSample, Step)
+
+CONSUMERS = ("consumer", "consumer-2")
+"""Directories: the second one's is there when it took over from the first."""
+
+
+class ConsumerFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """What one consumer wrote down."""
+
+    snapshots: list[ConsumerSnapshot]
+    received: list[ReceivedSample]
+    steps: list[Step]
 
 
 class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Every record of a run that could be read, and what could not."""
 
     producer: list[ProducerSnapshot]
-    consumer: list[ConsumerSnapshot]
+    consumers: list[ConsumerFiles]
+    """In the order in which they had the stream."""
     generated: list[GeneratedSample]
-    received: list[ReceivedSample]
-    steps: list[Step]
+    swap: Swap | None
+    checkpoint: Checkpoint | None
+    checkpoint_problem: str
+    """Why `checkpoint` is None; empty when it is not."""
     rejected: list[Rejection]
     evaluation: Evaluation | None
     evaluation_problem: str
     """Why `evaluation` is None; empty when it is not."""
     problems: list[str]
+
+    @property
+    def consumer(self) -> list[ConsumerSnapshot]:
+        return [snapshot for one in self.consumers for snapshot in one.snapshots]
+
+    @property
+    def received(self) -> list[ReceivedSample]:
+        return [sample for one in self.consumers for sample in one.received]
+
+    @property
+    def steps(self) -> list[Step]:
+        """Those whose effect is in the drafter. A consumer goes on from a checkpoint: what the one
+        before it did after that was undone, and comes again under the same step numbers."""
+        lineage: list[Step] = []
+        for step in self._all_steps:
+            while lineage and lineage[-1].step >= step.step:
+                lineage.pop()
+            lineage.append(step)
+        return lineage
+
+    @property
+    def undone_steps(self) -> int:
+        return len(self._all_steps) - len(self.steps)
+
+    @property
+    def _all_steps(self) -> list[Step]:
+        return [step for one in self.consumers for step in one.steps]
 
     @property
     def duration_seconds(self) -> float:
@@ -51,17 +94,38 @@ def read_run(run_dir: Path) -> RunFiles:
             return []
         return _read_lines(run_dir, name, type, problems)
 
-    evaluation, evaluation_problem = _read_evaluation(run_dir / "evaluation.json")
+    def consumer(name: str) -> ConsumerFiles:
+        return ConsumerFiles(
+            snapshots=lines(f"{name}/stats.jsonl", ConsumerSnapshot),
+            received=lines(f"{name}/samples.jsonl", ReceivedSample),
+            steps=lines(f"{name}/steps.jsonl", Step),
+        )
+
+    evaluation, evaluation_problem = _read(run_dir / "evaluation.json", Evaluation)
+    checkpoint, checkpoint_problem = _read(run_dir / "checkpoint.json", Checkpoint)
+    swap, swap_problem = _read(run_dir / "swap.json", Swap)
+    swapped = (run_dir / CONSUMERS[1]).exists()
+    if swapped and swap is None:
+        problems.append(swap_problem)
     producer = lines("producer/stats.jsonl", ProducerSnapshot)
-    consumer = lines("consumer/stats.jsonl", ConsumerSnapshot)
-    origin = min(_times(producer, consumer), default=0.0)
+    generated = lines("producer/samples.jsonl", GeneratedSample)
+    consumers = [consumer(name) for name in CONSUMERS[: 1 + swapped]]
+    origin = min(_times(producer, consumers[0].snapshots), default=0.0)
     return RunFiles(
-        producer=[_since(origin, snapshot) for snapshot in producer],
-        consumer=[_since(origin, snapshot) for snapshot in consumer],
-        generated=lines("producer/samples.jsonl", GeneratedSample),
-        received=lines("consumer/samples.jsonl", ReceivedSample),
-        steps=lines("consumer/steps.jsonl", Step),
+        producer=_since(origin, producer),
+        consumers=[
+            ConsumerFiles(
+                snapshots=_since(origin, one.snapshots),
+                received=_since(origin, one.received),
+                steps=_since(origin, one.steps),
+            )
+            for one in consumers
+        ],
+        generated=_since(origin, generated),
         rejected=lines("producer/rejected.jsonl", Rejection, required=False),
+        swap=swap and msgspec.structs.replace(swap, started_seconds=swap.started_seconds - origin),
+        checkpoint=checkpoint,
+        checkpoint_problem=checkpoint_problem,
         evaluation=evaluation,
         evaluation_problem=evaluation_problem,
         problems=problems,
@@ -72,8 +136,11 @@ def _times(producer: list[ProducerSnapshot], consumer: list[ConsumerSnapshot]) -
     return [s.time_seconds for s in producer] + [s.time_seconds for s in consumer]
 
 
-def _since(origin: float, snapshot: S) -> S:
-    return msgspec.structs.replace(snapshot, time_seconds=snapshot.time_seconds - origin)
+def _since(origin: float, records: list[S]) -> list[S]:
+    return [
+        msgspec.structs.replace(record, time_seconds=record.time_seconds - origin)
+        for record in records
+    ]
 
 
 def _read_lines(run_dir: Path, name: str, type: type[T], problems: list[str]) -> list[T]:
@@ -94,9 +161,10 @@ def _read_lines(run_dir: Path, name: str, type: type[T], problems: list[str]) ->
     return records
 
 
-def _read_evaluation(path: Path) -> tuple[Evaluation | None, str]:
+def _read(path: Path, type: type[T]) -> tuple[T | None, str]:
+    """(the record, why there is none)"""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Evaluation), ""
+        return msgspec.json.decode(path.read_bytes(), type=type), ""
     except OSError as error:
         return None, f"{path.name}: {_why(error)}"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

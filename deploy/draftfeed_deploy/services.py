@@ -5,17 +5,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
+from draftfeed_deploy import exits
 from draftfeed_deploy.errors import ServiceFailed
 from draftfeed_deploy.monitor import INTERVAL_SECONDS, View
 from draftfeed_deploy.progress import Lines, Panels
-from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot, Snapshot
+from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot, Snapshot, Swap
 
 logger = logging.getLogger(__name__)
 
@@ -24,32 +25,82 @@ STANDSTILL_SECONDS = 120.0
 SNAPSHOTS: dict[str, type[ProducerSnapshot] | type[ConsumerSnapshot]] = {
     "producer": ProducerSnapshot,
     "consumer": ConsumerSnapshot,
+    "consumer-2": ConsumerSnapshot,
 }
 
 
-def run_services(directory: Path, console: Console) -> None:
+def run_services(directory: Path, console: Console, swap_after: int = 0) -> None:
     """Start both from `directory`, wait for their ends. Raises ServiceFailed.
 
-    Neither outlives this call.
+    swap_after: samples after which a second consumer takes over; 0 = none does.
+    None of them outlives this call.
     """
     with ExitStack() as stack:
-        views = stack.enter_context(_views(console))
-        services = [stack.enter_context(_started(name, directory)) for name in SNAPSHOTS]
+        names = list(SNAPSHOTS)[: 3 if swap_after else 2]
+        views = stack.enter_context(_views(console, names))
+        producer, consumer = [stack.enter_context(_started(n, directory)) for n in names[:2]]
+        services = [producer, consumer]
+        swap = Swapping(swap_after)
         standstill = Standstill(STANDSTILL_SECONDS, time.monotonic())
         while any(service.poll() is None for service in services):
             for service in services:
                 service.check()
                 for snapshot in service.new_snapshots():
                     views[service.name].show(snapshot)
-                    standstill.note(snapshot, time.monotonic())
+                    standstill.note(service.name, snapshot, time.monotonic())
+                    swap.note(snapshot)
+            if swap.due:
+                swap.begin()
+                consumer.ends_with = exits.FENCED
+                services.append(stack.enter_context(_started(names[2], directory, "--takeover")))
             _check_moving(standstill, services)
             time.sleep(INTERVAL_SECONDS)
         for service in services:
             service.check()
+        if swap_after:
+            swap.write(directory / "swap.json", consumer.poll())
+
+
+class Swapping:
+    """When the second consumer is to begin: so many samples are trained, and a first checkpoint is
+    there for it to go on from."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+        self._trained = self._committed = 0
+        self._started: float | None = None
+
+    def note(self, snapshot: Snapshot) -> None:
+        if isinstance(snapshot, ProducerSnapshot):
+            self._committed = snapshot.committed
+        else:
+            self._trained = snapshot.trained
+
+    @property
+    def due(self) -> bool:
+        enough = self._trained >= self._after > 0
+        return enough and self._committed > 0 and self._started is None
+
+    def begin(self) -> None:
+        logger.info("%d samples are trained: a second consumer takes over", self._trained)
+        self._started = time.monotonic()
+
+    def write(self, path: Path, first_exit_code: int | None) -> None:
+        if self._started is None:
+            raise ServiceFailed(TOO_LATE)
+        assert first_exit_code is not None
+        swap = Swap(started_seconds=self._started, first_exit_code=first_exit_code)
+        path.write_bytes(msgspec.json.encode(swap))
+
+
+TOO_LATE = (
+    "the first consumer had trained everything before the second one took over; "
+    "give the demo more --prompts or --max-new-tokens"
+)
 
 
 class Standstill:
-    """Whether anything is still happening, by the counters of both sides.
+    """Whether anything is still happening, by the counters of all services.
 
     A snapshot says that a monitor thread lives, which is not the same. Loading a model moves no
     counter and takes as long as the disk is slow: there the clock stands.
@@ -57,10 +108,10 @@ class Standstill:
 
     def __init__(self, limit_seconds: float, now: float) -> None:
         self._limit_seconds, self._moved_at = limit_seconds, now
-        self._seen: dict[type[Snapshot], tuple[object, ...]] = {}
+        self._seen: dict[str, tuple[object, ...]] = {}
         self._loading = True
 
-    def note(self, snapshot: Snapshot, now: float) -> None:
+    def note(self, name: str, snapshot: Snapshot, now: float) -> None:
         match snapshot:
             case ProducerSnapshot():
                 self._loading = snapshot.phase == "loading"
@@ -73,8 +124,8 @@ class Standstill:
                 )
             case ConsumerSnapshot():
                 counters = (snapshot.samples, snapshot.step, snapshot.trained, snapshot.rejected)
-        if self._seen.get(type(snapshot)) != counters or self._loading:
-            self._seen[type(snapshot)] = counters
+        if self._seen.get(name) != counters or self._loading:
+            self._seen[name] = counters
             self._moved_at = now
 
     def reached(self, now: float) -> bool:
@@ -84,13 +135,15 @@ class Standstill:
 class Service:
     """One child process, its log and its statistics."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, options: Sequence[str] = ()) -> None:
         self.name = name
+        self.ends_with = exits.DONE
         self.log_path = directory / f"{name}.log"
         self._stats_path = directory / name / "stats.jsonl"
         self._offset = 0
-        command = [sys.executable, "-m", "draftfeed_deploy.cli", name]
-        command += ["-c", str(directory / f"{name}.toml"), "--run-dir", str(directory / name)]
+        kind = name.partition("-")[0]
+        command = [sys.executable, "-m", "draftfeed_deploy.cli", kind, *options]
+        command += ["-c", str(directory / f"{kind}.toml"), "--run-dir", str(directory / name)]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -110,9 +163,11 @@ class Service:
                     yield msgspec.json.decode(line, type=SNAPSHOTS[self.name])
 
     def check(self) -> None:
-        """Raises ServiceFailed when it has failed."""
+        """Raises ServiceFailed when it has ended otherwise than it should."""
         code = self.poll()
-        if code:
+        if code == exits.DONE != self.ends_with:
+            raise ServiceFailed(TOO_LATE)
+        if code not in (None, self.ends_with):
             lines = self.log_path.read_text(errors="replace").strip().splitlines()
             last = lines[-1] if lines else "no output"
             raise ServiceFailed(
@@ -141,8 +196,8 @@ def _check_moving(standstill: Standstill, services: list[Service]) -> None:
 
 
 @contextmanager
-def _started(name: str, directory: Path) -> Iterator[Service]:
-    service = Service(name, directory)
+def _started(name: str, directory: Path, *options: str) -> Iterator[Service]:
+    service = Service(name, directory, options)
     try:
         yield service
     finally:
@@ -150,8 +205,7 @@ def _started(name: str, directory: Path) -> Iterator[Service]:
 
 
 @contextmanager
-def _views(console: Console) -> Iterator[dict[str, View]]:
-    names = list(SNAPSHOTS)
+def _views(console: Console, names: list[str]) -> Iterator[dict[str, View]]:
     if not console.is_terminal:
         yield {name: Lines(name) for name in names}
         return

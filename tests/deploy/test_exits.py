@@ -42,6 +42,8 @@ def test_failure_of_a_run_that_was_configured_rightly_is_1(error: ValueError) ->
         deploy.MissingPackage("the demo", "matplotlib", "pip install matplotlib"),
         deploy.SmolLM2Unavailable("the demo", "gguf", "pip install gguf"),
         deploy.DemoError("not empty"),
+        deploy.DirectoryInUse(Path("out"), "7 on here"),
+        deploy.NothingToDrain("no consumer runs"),
         producer.PromptError("p.jsonl", 3, "no prompt"),
         producer.SpoolBusy(Path("spool")),
         producer.BindError("tcp://h:1", "in use"),
@@ -54,6 +56,11 @@ def test_failure_of_a_run_that_was_configured_rightly_is_1(error: ValueError) ->
 )
 def test_wrong_configuration_or_input_is_2(error: ValueError) -> None:
     assert exits.code_of(error) == 2
+
+
+def test_consumer_that_was_replaced_is_3_so_that_nothing_restarts_it() -> None:
+    assert exits.code_of(consumer.Fenced("tcp://h:1", "term 2 was granted", 2)) == 3
+    assert "3 another process took over" in exits.SUMMARY
 
 
 def test_error_of_nobodys_has_no_code_so_that_its_traceback_is_seen() -> None:

@@ -18,6 +18,7 @@ READABLE = "every record readable"
 ACCOUNTED = "every prompt accounted for"
 TRAINED = "samples generated = samples trained"
 ONCE = "each trained exactly once"
+CHECKPOINT = "the last checkpoint says the same"
 DIGESTS = "tensors equal on both sides"
 ROWS = "a row for every fed token"
 WIRE = "wire bytes within logical bytes"
@@ -42,6 +43,10 @@ class Run:
         ]
         self.producer = [self._producer(n) for n in range(13)]
         self.consumer = [self._consumer(n) for n in range(13)]
+        self.checkpoint: dict[str, Any] | None = {"step": len(self.steps), "trained": None}
+        """Trained: what the steps say, unless a test sets it."""
+        self.second: dict[str, list[dict[str, Any]]] | None = None
+        self.swap: dict[str, Any] | None = None
         self.rejected: list[dict[str, Any]] = []
         self.evaluation: dict[str, Any] | None = {
             "untrained_loss": 8.0,
@@ -122,10 +127,23 @@ class Run:
         self.write("producer/samples.jsonl", self.generated)
         self.write("consumer/samples.jsonl", self.received)
         self.write("consumer/steps.jsonl", self.steps)
+        if self.second is not None:
+            for name, rows in self.second.items():
+                self.write(f"consumer-2/{name}.jsonl", rows)
+        for name, value in (("checkpoint", self._saved()), ("swap", self.swap)):
+            if value is not None:
+                (self.dir / f"{name}.json").write_text(json.dumps(value), "utf-8")
         if self.rejected:
             self.write("producer/rejected.jsonl", self.rejected)
         if self.evaluation is not None:
             (self.dir / "evaluation.json").write_text(json.dumps(self.evaluation), "utf-8")
+
+    def _saved(self) -> dict[str, Any] | None:
+        if self.checkpoint is None or self.checkpoint["trained"] is not None:
+            return self.checkpoint
+        second = self.second["steps"] if self.second else []
+        steps = {step["step"]: step["ids"] for step in [*self.steps, *second]}
+        return {"step": max(steps), "trained": sorted({id for ids in steps.values() for id in ids})}
 
     def judge(self) -> Report:
         self.write_files()
@@ -252,7 +270,23 @@ def zero_rows_not_counted(run: Run) -> None:
     del run.producer[-1]["zero_rows"]
 
 
+def trained_after_the_last_checkpoint(run: Run) -> None:
+    run.checkpoint = {"step": 3, "trained": run.ids[:9]}
+
+
+def checkpoint_contains_what_no_step_trained(run: Run) -> None:
+    stranger = str(SampleId("0" * 16, 0, 0, 3))
+    run.checkpoint = {"step": 4, "trained": [*run.ids, stranger]}
+
+
+def no_checkpoint(run: Run) -> None:
+    run.checkpoint = None
+
+
 FAULTS = [
+    (trained_after_the_last_checkpoint, CHECKPOINT, "3 trained and not in it: p-09 (line 10)"),
+    (checkpoint_contains_what_no_step_trained, CHECKPOINT, "1 in it and in no step: 0000"),
+    (no_checkpoint, CHECKPOINT, "checkpoint.json: missing"),
     (trained_twice, ONCE, "p-00 (line 1)"),
     (lost_before_training, TRAINED, "p-03 (line 4)"),
     (lost_before_generation, ACCOUNTED, "p-11 (line 12)"),
@@ -311,7 +345,7 @@ def test_ungated_numbers_never_fail_the_run(run: Run) -> None:
         ("consumer/stats.jsonl", set()),
         ("producer/samples.jsonl", {ACCOUNTED, TRAINED, DIGESTS}),
         ("consumer/samples.jsonl", {DIGESTS}),
-        ("consumer/steps.jsonl", {TRAINED}),
+        ("consumer/steps.jsonl", {TRAINED, CHECKPOINT}),
     ],
 )
 def test_line_cut_in_half_by_a_kill_is_reported_with_its_number(

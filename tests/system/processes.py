@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -23,6 +24,7 @@ hidden_size = 64
 vocab_size = 512
 prompt_tokens = 8
 response_tokens = 24
+max_tokens = 256
 tokens_per_second = {rate}
 [spool]
 dir = "spool"
@@ -30,10 +32,11 @@ audit = true
 segment_bytes = 100_000
 [server]
 bind = "{address}"
+session_timeout_seconds = 0.5
 """
 CONSUMER = """
 [producer]
-address = "{address}"
+addresses = ["{address}"]
 [buffer]
 capacity_bytes = 4_000_000
 window_samples = 4
@@ -47,20 +50,29 @@ output_dir = "out"
 class Run:
     """Configuration files in a directory, and the processes started there."""
 
+    Process: TypeAlias = "subprocess.Popen[str]"
+
     def __init__(self, directory: Path, rate: int) -> None:
         self.directory = directory
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-        producer = PRODUCER.format(samples=SAMPLES, rate=rate, address=address)
+            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        producer = PRODUCER.format(samples=SAMPLES, rate=rate, address=self.address)
         (directory / "producer.toml").write_text(producer)
-        (directory / "consumer.toml").write_text(CONSUMER.format(address=address))
+        (directory / "consumer.toml").write_text(CONSUMER.format(address=self.address))
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, name: str, *options: str) -> "subprocess.Popen[str]":
-        command = [Path(sys.executable).with_name("draftfeed"), name, "-c", f"{name}.toml"]
+    def start(self, name: str, *options: str, run_dir: str = "") -> "subprocess.Popen[str]":
+        """run_dir: the command's name unless given, which is right for one process at a time."""
+        return self._start(name, "--run-dir", run_dir or name, *options)
+
+    def drain(self, *options: str) -> "subprocess.Popen[str]":
+        return self._start("drain", *options)
+
+    def _start(self, name: str, *options: str) -> "subprocess.Popen[str]":
+        config = "producer.toml" if name == "producer" else "consumer.toml"
         process = subprocess.Popen(
-            [*command, "--run-dir", name, *options],
+            [Path(sys.executable).with_name("draftfeed"), name, "-c", config, *options],
             cwd=self.directory,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             stdout=subprocess.PIPE,
@@ -79,8 +91,13 @@ class Run:
         pytest.fail(f"it ended without saying {words!r}")
 
     def ended(self, process: "subprocess.Popen[str]") -> tuple[int, str]:
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=100)
         return process.returncode, output
+
+    def steps(self, name: str) -> list[str]:
+        """Ids that a consumer's steps used, in order. name: its directory."""
+        lines = (self.directory / name / "steps.jsonl").read_text().splitlines()
+        return [id for line in lines for id in json.loads(line)["ids"]]
 
     def succeeds(self, process: "subprocess.Popen[str]") -> None:
         code, output = self.ended(process)
@@ -89,9 +106,10 @@ class Run:
     def wait_for_lines(self, name: str, count: int) -> None:
         """Until a log of the run has that many lines."""
         path = self.directory / name
+        running = [process for process in self._started if process.poll() is None]
 
         def there() -> bool:
-            assert all(process.poll() is None for process in self._started), "one has ended"
+            assert all(process.poll() is None for process in running), "one has ended"
             return path.exists() and path.read_bytes().count(b"\n") >= count
 
         eventually(there, f"{count} lines in {name}")
@@ -111,6 +129,7 @@ class Run:
             vocab_size=512,
             prompt_tokens=8,
             response_tokens=24,
+            max_tokens=256,
         )
         return {str(prompt.id): 1 for prompt in synthetic_prompts(config)}
 

@@ -40,6 +40,7 @@ class SampleStream(Protocol):
     @property
     def draining(self) -> bool: ...
     def on_idle_checkpoint(self, save: Callable[[], object]) -> None: ...
+    def checkpoint_every(self, samples: int) -> None: ...
     @property
     def checkpoint_wanted(self) -> bool: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -59,6 +60,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int = 1
     """Of torch."""
     policy: Policy = Policy()
+    drain_seconds: float = 60.0
+    """How long the trainer may take to end normally after SIGTERM or SIGINT."""
     options: dict[str, Any] = {}
     """The trainer's own."""
 
