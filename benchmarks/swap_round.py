@@ -1,0 +1,287 @@
+"""One round of the swap benchmark: a producer, a training node, and perhaps a second one."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from importlib import resources
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from counting_trainer import newest
+from timed_producer import read_steps
+
+HERE = Path(__file__).parent
+DRAFTFEED = (sys.executable, "-m", "draftfeed_deploy.cli")
+END_SECONDS = 300.0
+POLL_SECONDS = 0.02
+
+ENGINES = {
+    "synthetic": """
+[engine]
+name = "synthetic"
+samples = {samples}
+num_layers = 30
+hidden_size = 576
+vocab_size = 49_152
+prompt_tokens = 40
+response_tokens = 40
+max_tokens = 1024
+tokens_per_second = {rate}
+""",
+    "transformers": """
+[engine]
+name = "transformers"
+batch_size = 8
+threads = 1
+sampling = {{ max_new_tokens = 40 }}
+[target]
+path = {target}
+[prompts]
+path = "prompts.jsonl"
+""",
+}
+PRODUCER = """
+[spool]
+dir = "spool"
+audit = true
+[server]
+bind = "{address}"
+"""
+CONSUMER = """
+[producer]
+addresses = ["{address}"]
+group = "swap"
+[buffer]
+capacity_bytes = 128_000_000
+window_samples = 2
+stall_seconds = 0.1
+[trainer]
+function = "counting_trainer:train"
+output_dir = "checkpoints"
+[trainer.options]
+checkpoint_steps = 4
+notes = "{name}/notes.jsonl"
+pause = "pause"
+"""
+
+How = Literal["takeover", "drain"]
+
+
+class Setup(NamedTuple):
+    engine: str
+    samples: int
+    rate: float
+    """Rows a second of the synthetic engine."""
+    target: str
+    """Model directory of the transformers engine, as JSON."""
+    how: How
+    begin_share: float
+    """Of the samples, trained when the swap begins."""
+    producer_cores: frozenset[int]
+    consumer_cores: frozenset[int]
+
+
+class Window(NamedTuple):
+    """A stretch of generation."""
+
+    seconds: float
+    tokens: int
+    longest_gap_seconds: float
+    """Between two decode steps; gaps that reach over an end of the window count whole."""
+    steps: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Round(NamedTuple):
+    before: Window
+    during: Window
+    """The swap: from the command that begins it until the new node has a sample. In a control: as
+    long, while the consumer takes nothing."""
+    after: Window
+    """To the end of generation."""
+    whole: bool
+    """Generation went on for longer than the swap."""
+    lost: int
+    duplicated: int
+    start_seconds: float = 0.0
+    """From its command until the new node opened the stream: its imports, mostly."""
+    first_sample_seconds: float = 0.0
+    """From there until its trainer had a sample."""
+    stop_seconds: float = 0.0
+    """From the command until the old node had ended."""
+    old_exit: int | None = None
+
+
+class Line:
+    """A producer and its consumers, in a directory of their own. None outlives `close`."""
+
+    def __init__(self, directory: Path, setup: Setup) -> None:
+        self.directory, self.setup = directory, setup
+        self.processes: list[subprocess.Popen[bytes]] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        prompts = resources.files("draftfeed_deploy.data").joinpath("prompts.jsonl").read_bytes()
+        lines = prompts.splitlines(keepends=True)[: setup.samples]
+        (directory / "prompts.jsonl").write_bytes(b"".join(lines))
+        engine = ENGINES[setup.engine].format(**setup._asdict())
+        (directory / "producer.toml").write_text(engine + PRODUCER.format(address=address))
+        for name in ("old", "new"):
+            (directory / name).mkdir()
+            text = CONSUMER.format(address=address, name=name)
+            (directory / f"{name}.toml").write_text(text)
+
+    def start_producer(self) -> "subprocess.Popen[bytes]":
+        timed = (sys.executable, str(HERE / "timed_producer.py"), "steps.bin", self.setup.engine)
+        arguments = ("producer", "-c", "producer.toml", "--run-dir", "producer")
+        return self._start("producer", (*timed, *arguments), self.setup.producer_cores)
+
+    def start_consumer(self, name: str, *options: str) -> "subprocess.Popen[bytes]":
+        arguments = ("consumer", "-c", f"{name}.toml", "--run-dir", name, *options)
+        return self._start(name, (*DRAFTFEED, *arguments), self.setup.consumer_cores)
+
+    def drain(self, name: str) -> None:
+        command = (*DRAFTFEED, "drain", "-c", f"{name}.toml")
+        process = self._start("drain", command, self.setup.consumer_cores)
+        self.until(lambda: process.poll() is not None, f"{name} is drained")
+
+    def _start(
+        self, name: str, command: tuple[str, ...], cores: frozenset[int]
+    ) -> "subprocess.Popen[bytes]":
+        path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))
+        with (self.directory / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=self.directory,
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )
+        self.processes.append(process)
+        return process
+
+    def until(self, there: Callable[[], bool], what: str) -> None:
+        """Raises SystemExit when it takes too long or a process fails."""
+        deadline = time.monotonic() + END_SECONDS
+        while not there():
+            failed = [p for p in self.processes if p.poll() not in (None, 0, 3)]
+            if failed or time.monotonic() > deadline:
+                logs = "\n".join(p.read_text()[-1500:] for p in self.directory.glob("*.log"))
+                raise SystemExit(f"waited in vain until {what}; the logs end with\n{logs}")
+            time.sleep(POLL_SECONDS)
+
+    def lines(self, name: str) -> int:
+        path = self.directory / name
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def noted(self, name: str, event: str) -> float | None:
+        """When a node's trainer wrote that down."""
+        path = self.directory / name / "notes.jsonl"
+        text = path.read_text() if path.exists() else ""
+        notes = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return next((note["time_seconds"] for note in notes if note["event"] == event), None)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def play(directory: Path, setup: Setup, idle_seconds: float | None) -> Round:
+    """A swap, or a control in which the consumer is idle for that long."""
+    line = Line(directory, setup)
+    try:
+        producer, old = line.start_producer(), line.start_consumer("old")
+        enough = max(1, int(setup.begin_share * setup.samples))
+        line.until(lambda: line.lines("old/steps.jsonl") >= enough, f"{enough} are trained")
+        begin = time.monotonic()
+        if idle_seconds is None:
+            end, details = _swap(line, producer, old, begin)
+        else:
+            end, details = _idle(line, begin, idle_seconds), {}
+        line.until(lambda: producer.poll() is not None, "the producer has ended")
+        line.until(lambda: all(p.poll() is not None for p in line.processes), "all have ended")
+        if idle_seconds is None:
+            details["old_exit"] = old.returncode
+        return _judged(line, setup, begin, end, details)
+    finally:
+        line.close()
+
+
+def _swap(
+    line: Line, producer: "subprocess.Popen[bytes]", old: "subprocess.Popen[bytes]", begin: float
+) -> tuple[float, dict[str, Any]]:
+    if line.setup.how == "drain":
+        line.drain("old")
+        stopped: float | None = time.monotonic()
+        line.start_consumer("new")
+    else:
+        stopped = None
+        line.start_consumer("new", "--takeover")
+
+    def has_begun() -> bool:
+        nonlocal stopped
+        if producer.poll() is not None and line.noted("new", "open") is None:
+            raise SystemExit("all was trained before the new node came; use more --samples")
+        if stopped is None and old.poll() is not None:
+            stopped = time.monotonic()
+        return stopped is not None and line.noted("new", "first sample") is not None
+
+    line.until(has_begun, "the new node has a sample and the old one has ended")
+    opened, first = line.noted("new", "open"), line.noted("new", "first sample")
+    assert opened is not None
+    assert first is not None
+    assert stopped is not None
+    return first, {
+        "start_seconds": opened - begin,
+        "first_sample_seconds": first - opened,
+        "stop_seconds": stopped - begin,
+    }
+
+
+def _idle(line: Line, begin: float, seconds: float) -> float:
+    pause = line.directory / "pause"
+    pause.touch()
+    line.until(lambda: time.monotonic() >= begin + seconds, "the pause is over")
+    pause.unlink()
+    return begin + seconds
+
+
+def _judged(line: Line, setup: Setup, begin: float, end: float, details: dict[str, Any]) -> Round:
+    steps = read_steps(line.directory / "steps.bin")
+    path = newest(line.directory / "checkpoints")
+    counts: Counter[int] = Counter()
+    for id, times in json.loads(path.read_text())["counts"].items() if path else ():
+        counts[int(id.rpartition("/")[2])] += times
+    last = steps[-1][0]
+    return Round(
+        before=_window(steps, steps[0][0], begin),
+        during=_window(steps, begin, end),
+        after=_window(steps, end, max(last, end + POLL_SECONDS)),
+        whole=last > end,
+        lost=sum(counts[ordinal] == 0 for ordinal in range(setup.samples)),
+        duplicated=sum(max(0, times - 1) for times in counts.values()),
+        **details,
+    )
+
+
+def _window(steps: list[tuple[float, int]], begin: float, end: float) -> Window:
+    inside = [tokens for at, tokens in steps if begin <= at < end]
+    gaps = [
+        after - before
+        for (before, _), (after, _) in pairwise(steps)
+        if before < end and after > begin
+    ]
+    return Window(end - begin, sum(inside), max(gaps, default=0.0), len(inside))

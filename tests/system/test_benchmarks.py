@@ -1,0 +1,34 @@
+"""The benchmarks run and print their figures; whether those are good is not a test's to say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.timeout(240)
+def test_swap_prints_its_figures_and_loses_nothing() -> None:
+    options = [
+        "--engine",
+        "synthetic",
+        "--rounds",
+        "1",
+        "--samples",
+        "60",
+        "--rate",
+        "400",
+        "--json",
+    ]
+    command = [sys.executable, str(BENCHMARKS / "swap.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = json.loads(done.stdout)
+    (pair,) = printed["rounds"]
+    assert (printed["summary"]["lost"], printed["summary"]["duplicated"]) == (0, 0)
+    assert pair["swap"]["old_exit"] == 3
+    assert pair["swap"]["before"]["tokens"] > 0
+    assert pair["control"]["during"]["seconds"] == pytest.approx(pair["swap"]["during"]["seconds"])
