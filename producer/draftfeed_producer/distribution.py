@@ -85,7 +85,10 @@ class Distribution:
 
     def endings(self) -> list[Action]:
         """Nothing is left that a member could still get in this term."""
-        if not self.generation_done or not self.fencing.complete or self.regenerating:
+        # When all is terminal nobody can hold anything: a rank that was told before a restart of
+        # ours does not come again, and the others must not wait for it.
+        known = self.fencing.complete or (self.fencing.resumed and self.all_terminal)
+        if not self.generation_done or not known or self.regenerating:
             return []
         if self.stock.waiting or any(one.pending for one in self.fencing.members.values()):
             return []

@@ -204,3 +204,18 @@ def test_a_prompt_list_of_any_length_is_accounted_for_by_ranges(count: int) -> N
     delivery.prompts = IdSet.from_wire([(*id_of(0).partition, [0, count])])
     answer = account(delivery)
     assert answer.pending == ([(*id_of(0).partition, [1, count])] if count > 1 else [])
+
+
+def test_a_rank_hears_of_the_end_though_the_leader_heard_it_before_a_restart_and_left() -> None:
+    """The leader needs nothing more of this producer and does not come again."""
+    before = producer(1)
+    first, _ = group(before)
+    before.finish()
+    first.take(0)
+    first.commit(1, 0)
+    first.leave()
+    state = {"committed": ids(0), "commit_term": 1, "commit_number": 1}
+    delivery = producer(0, prompts=1, term=before.fencing.term, **state)
+    delivery.finish()
+    second = Member(delivery, BOB, 1, 2)
+    assert names(second.attach()) == ["Opened", "EndOfSamples", "AllTerminal"]
