@@ -93,11 +93,23 @@ class Admission:
         if self._again:
             return self._again.popleft()
         if self._fresh is None and self._may_begin_lost:
+            self.wait(self._settle)
             self._fresh, self._lost = self._lost, None
         id = next(self._fresh, None) if self._fresh is not None else None
         if id is None:
             self._fresh = None
         return id
+
+    def _settle(self, pause_seconds: float) -> bool:
+        """Write down that what the trainer does not have of the lost shards is made again."""
+        try:
+            again = self._spool.settle_lost(self._source.ids)
+        except OSError as error:
+            logger.error("the control log cannot be written (%s); trying again", error)
+            self._stopped.wait(pause_seconds)
+            return False
+        logger.warning("%d samples of lost shards are generated again", len(again))
+        return True
 
     def _prompt(self, id: SampleId) -> Prompt | None:
         """None when it has become finished by now, or turns out to be no prompt."""

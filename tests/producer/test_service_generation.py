@@ -17,6 +17,7 @@ from draftfeed_producer.service import ProducerService
 from draftfeed_producer.spool import Spool, SpoolConfig, SpoolStatistics
 from draftfeed_producer.spool.control import Owned
 from draftfeed_producer.spool.control_log import ControlLog
+from draftfeed_producer.spool.reader import Reader
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import Sample, decoded_bytes
@@ -182,7 +183,11 @@ def test_what_a_lost_spool_had_is_generated_when_the_trainer_has_said_what_it_tr
     member.open(trained)
     assert sorted(member.receive(10)) == [id for id in ALL if id not in trained]
     assert sorted(producer.generated[8:]) == [ALL[5], ALL[7]]
+    assert producer.spool.regenerated == 2
     finish(member, producer, ALL)
+    owned = Reader(tmp_path / "spool").control.owned
+    assert owned is not None
+    assert owned.lost.ranges == (), "nobody has to be asked again"
 
 
 def lose(directory: Path, shard: int) -> None:
