@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -32,6 +31,7 @@ from draftfeed_consumer.ledger import Ledger, LedgerState
 from draftfeed_consumer.line import Line
 from draftfeed_consumer.link import LinkDown
 from draftfeed_consumer.membership import Membership
+from draftfeed_consumer.statistics import ClientStatistics, ProducerStatistics
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import ProtoError
@@ -44,6 +44,7 @@ POLL_MS = 200
 CONNECTING_POLL_MS = 50
 MESSAGES_AT_ONCE = 64
 """Of one producer, before the others have their turn."""
+GOODBYE_SECONDS = 0.2
 MAX_IO_THREADS = 4
 """ZeroMQ's: one that resolves a name must not hold up the other links."""
 
@@ -62,34 +63,6 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"lost_after_seconds is {self.lost_after_seconds}, it must be >= 0")
         if not self.addresses or len(set(self.addresses)) != len(self.addresses):
             raise ValueError(f"addresses must name each producer once, not {self.addresses!r}")
-
-
-class ProducerStatistics(NamedTuple):
-    address: str
-    state: str
-    """"down", "linked", "fenced", "granted", "open", "done" or "out"."""
-    attached: bool
-    term: int
-    """In which it granted the stream; 0 = not yet."""
-    offers: int
-    """Samples it has ready and there is no room for."""
-    granted_bytes: int
-    """Decoded, asked for since the process began."""
-    link_down_seconds: float
-
-
-class ClientStatistics(NamedTuple):
-    attached: bool
-    """To every producer that must be there."""
-    samples: int
-    tokens: int
-    logical_bytes: int
-    encoded_bytes: int
-    """Of chunk frames only."""
-    wire_bytes: int
-    link_down_seconds: float
-    """Of the producer that was away longest."""
-    producers: tuple[ProducerStatistics, ...] = ()
 
 
 class Client:
@@ -262,10 +235,24 @@ class Client:
             self._obey(member)
             self._perform(member.drain(self._buffer.drain()))
         finally:
-            for say in member.leave():
-                self._say(say)
+            self._say_goodbye(member)
         if not self._finished:
             raise StreamClosed
+
+    def _say_goodbye(self, member: Membership) -> None:
+        """And stay for a moment: a producer that finds us gone while it answers what we gave back
+        would take us for lost, and never read the goodbye behind it."""
+        goodbyes = member.leave()
+        for say in goodbyes:
+            self._say(say)
+        deadline = time.monotonic() + (GOODBYE_SECONDS if goodbyes else 0.0)
+        links = [line.link for line in self._lines.values() if line.link is not None]
+        while links and (left_seconds := deadline - time.monotonic()) > 0:
+            poller = zmq.Poller()
+            for link in links:
+                link.register(poller)
+            poller.poll(max(1, int(1000 * left_seconds)))
+            links = [link for link in links if link.discard()]
 
     def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", member: Membership) -> None:
         now = time.monotonic()

@@ -12,7 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from draftfeed_consumer.errors import AddressError
 from draftfeed_proto import messages as m
-from draftfeed_proto.errors import MalformedMessage
+from draftfeed_proto.errors import MalformedMessage, ProtoError
 from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 
 HEARTBEAT_MS = 2_000
@@ -85,6 +85,15 @@ class Link:
         message = m.decode_from_producer(frames[0].buffer)
         payload = frames[1].buffer if len(frames) == 2 else None
         return message, payload, sum(len(frame) for frame in frames)
+
+    def discard(self) -> bool:
+        """Reads and forgets what has come; whether more may."""
+        try:
+            while self.receive() is not None:
+                pass
+            return self.check()
+        except (LinkDown, ProtoError):
+            return False
 
     def register(self, poller: zmq.Poller) -> None:
         self._assert_owner()

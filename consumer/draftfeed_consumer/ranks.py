@@ -54,7 +54,9 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.incarnation = secrets.token_hex(8) if self.rank == 0 else ""
         """Of the group; known to all after `share`."""
-        self._group = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=WAIT_TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self._group = group
 
     @classmethod
     def from_environment(cls) -> "Ranks | None":

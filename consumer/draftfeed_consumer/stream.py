@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,11 +12,12 @@ import torch
 from draftfeed_consumer.actions import Attach, Identity
 from draftfeed_consumer.attachment import Options
 from draftfeed_consumer.buffer import Buffer, BufferConfig, BufferStatistics
-from draftfeed_consumer.client import Client, ClientConfig, ClientStatistics
+from draftfeed_consumer.client import Client, ClientConfig
 from draftfeed_consumer.errors import ConsumerError, StateError, StreamClosed
 from draftfeed_consumer.ledger import Ledger, parse, plain
 from draftfeed_consumer.membership import Membership
 from draftfeed_consumer.ranks import Agreement, Life, Ranks
+from draftfeed_consumer.statistics import ClientStatistics
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
@@ -89,6 +91,8 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         self._ledger = Ledger()
         self._client = Client(config.producer, self._buffer, self._ledger, observe)
         self._shared = False
+        self._filling: list[Item] = []
+        """A batch that is not full yet."""
         self._iterated = False
         self._rejected = 0
         self._step = 0
@@ -164,17 +168,23 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
             yield to_item(sample, dtype)
 
     def batch(self, samples: int) -> list[Item]:
-        """Up to so many; fewer at the end, after `drain`, and when a checkpoint is wanted while
-        none comes: then the ranks must make one before any can. For loops that `agree`."""
+        """So many; fewer at the end and after `drain`; none when it cannot be filled now. For
+        loops that `agree`, in which no rank may wait for samples while others wait for it: what
+        it waits for may be with them, or stay away until all make a checkpoint."""
         dtype = torch.float16 if self.descriptor.dtype == "fp16" else torch.bfloat16
         self._begin()
-        items: list[Item] = []
-        while len(items) < samples:
-            sample = self._next(idle=lambda: self.checkpoint_wanted)
-            if sample is None:
-                break
-            items.append(to_item(sample, dtype))
-        return items
+        started = time.monotonic()
+
+        def stalled() -> bool:
+            waited_seconds = time.monotonic() - started
+            return self.checkpoint_wanted or waited_seconds > self._config.buffer.stall_seconds
+
+        while len(self._filling) < samples and (sample := self._next(idle=stalled)) is not None:
+            self._filling.append(to_item(sample, dtype))
+        if len(self._filling) < samples and not (self.draining or self._buffer.ended):
+            return []
+        batch, self._filling = self._filling, []
+        return batch
 
     def _begin(self) -> None:
         if not self._iterated:

@@ -1,9 +1,10 @@
 """A membership on a bench: the test is its producers, its trainer and its buffer."""
 
 import copy
+from collections.abc import Sequence
 from typing import TypeVar
 
-from draftfeed_consumer.actions import Action, Attach, Deliver, Identity, Say
+from draftfeed_consumer.actions import Action, Attach, Deliver, Fail, Identity, Say
 from draftfeed_consumer.attachment import Options
 from draftfeed_consumer.ledger import Ledger
 from draftfeed_consumer.membership import Membership
@@ -62,7 +63,7 @@ class Bench:
     def twin(self) -> "Bench":
         return copy.deepcopy(self)
 
-    def do(self, actions: list[Action]) -> list[Action]:
+    def do(self, actions: Sequence[Action]) -> Sequence[Action]:
         self.actions += actions
         return actions
 
@@ -78,6 +79,12 @@ class Bench:
         return found
 
     @property
+    def failure(self) -> Exception:
+        action = self.only(Fail)
+        assert isinstance(action, Fail)
+        return action.error
+
+    @property
     def delivered(self) -> list[int]:
         return [a.sample.id.ordinal for a in self.actions if isinstance(a, Deliver)]
 
@@ -88,19 +95,17 @@ class Bench:
     def cut(self, address: str) -> None:
         self.do(self.member.unlinked(address))
 
-    def tell(self, address: str, kind: type[m.InSession], **fields: object) -> list[Action]:
+    def tell(self, address: str, kind: type[m.InSession], **fields: object) -> Sequence[Action]:
         term, session = self._sessions[address]
         message = kind(term=term, session=session, **fields)  # type: ignore[arg-type]
-        frame = fields.pop("frame", None)
-        assert frame is None
         return self.do(self.member.received(address, message))  # type: ignore[arg-type]
 
-    def refuse(self, address: str, code: str, term: int = 0) -> list[Action]:
+    def refuse(self, address: str, code: str, term: int = 0) -> Sequence[Action]:
         return self.do(
             self.member.received(address, m.Refused(code=code, reason=f"{code}!", term=term))
         )
 
-    def grant(self, address: str, **changes: object) -> list[Action]:
+    def grant(self, address: str, **changes: object) -> Sequence[Action]:
         """Answer the last Fence."""
         term = self.said(address, m.Fence)[-1].term
         self._sessions[address] = (term, f"session {len(self.actions)}")

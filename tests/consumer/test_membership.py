@@ -16,20 +16,12 @@ from draftfeed_consumer.actions import (
     Finished,
     Leave,
 )
-from draftfeed_consumer.errors import BufferTooSmall, Fenced, StreamRefused
+from draftfeed_consumer.errors import Fenced, StreamRefused
 from draftfeed_consumer.ledger import parse
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import LimitExceeded
 from draftfeed_proto.ids import IdSet, Shards
-from member_bench import DATASET, DESCRIPTOR, SHARDS, SIZE, A, B, Bench, frames_of, ids
-from samples import sample
-
-
-def failure(bench: Bench) -> Exception:
-    action = bench.only(Fail)
-    assert isinstance(action, Fail)
-    return action.error
-
+from member_bench import DATASET, DESCRIPTOR, SHARDS, A, B, Bench, ids
 
 # R8, R10, R11: fencing
 
@@ -101,7 +93,7 @@ def test_member_that_is_told_of_a_higher_term_after_its_grant_stops_everywhere()
     bench = Bench()
     bench.begin()
     bench.refuse(B, "fenced", term=2)
-    error = failure(bench)
+    error = bench.failure
     assert isinstance(error, Fenced)
     assert (error.address, error.term) == (B, 2)
 
@@ -112,7 +104,7 @@ def test_member_that_was_cut_off_and_replaced_hears_it_when_it_comes_back() -> N
     bench.cut(A)
     bench.link(A)
     bench.refuse(A, "fenced", term=2)
-    assert isinstance(failure(bench), Fenced)
+    assert isinstance(bench.failure, Fenced)
 
 
 def test_stream_that_somebody_holds_is_asked_for_again() -> None:
@@ -129,7 +121,7 @@ def test_final_refusal_ends_the_stream_with_the_address(code: str) -> None:
     bench = Bench(A)
     bench.link()
     bench.refuse(A, code)
-    error = failure(bench)
+    error = bench.failure
     assert isinstance(error, StreamRefused)
     assert (error.address, error.code) == (A, code)
 
@@ -141,7 +133,7 @@ def test_rollback_is_reported_for_all_producers_at_once() -> None:
     bench.grant(B, committed=IdSet(ids(16)).to_wire())
     bench.do(bench.member.open())
     bench.refuse(A, "rollback")
-    assert "2 at tcp://a:5550, 1 at tcp://b:5550" in str(failure(bench))
+    assert "2 at tcp://a:5550, 1 at tcp://b:5550" in str(bench.failure)
 
 
 def test_rollback_is_asked_for_once_and_not_when_attaching_again() -> None:
@@ -187,7 +179,7 @@ def test_two_producers_of_one_shard_are_refused_with_both_named() -> None:
     bench.link()
     bench.grant(A, shards=Shards(DATASET, 0, (0, 3, 5, 6)))
     bench.grant(B, shards=Shards(DATASET, 0, (2, 9)))
-    words = str(failure(bench))
+    words = str(bench.failure)
     assert "shards 2, 5," in words
     assert A in words
     assert B in words
@@ -199,7 +191,7 @@ def test_two_producers_of_different_models_are_refused_with_both_values() -> Non
     bench.grant(A)
     other = msgspec.structs.replace(DESCRIPTOR, layer_ids=(0, 4, 7))
     bench.grant(B, descriptor=other, stream_id=other.stream_id())
-    assert all(value in str(failure(bench)) for value in ("(0, 4, 7)", "(1, 4, 7)", A, B))
+    assert all(value in str(bench.failure) for value in ("(0, 4, 7)", "(1, 4, 7)", A, B))
 
 
 def test_sample_of_a_shard_that_its_producer_does_not_own_is_not_taken() -> None:
@@ -244,119 +236,6 @@ def test_producer_that_comes_late_with_a_higher_term_stays_out(
     assert "stays out" in caplog.text
     bench.tell(A, m.AllTerminal)
     assert Finished in bench.kinds()
-
-
-# R3, R4, R14, R15: what is claimed
-
-
-def test_cut_link_claims_what_is_held_and_trained_of_that_producer_only() -> None:
-    bench = Bench()
-    bench.begin()
-    bench.offer(A, 0, 1, 2, 3)
-    bench.offer(B, 16)
-    bench.send(A, 0, 1, 2)
-    bench.send(B, 16)
-    state = parse(bench.train(0))  # type: ignore[arg-type]
-    bench.ledger.committed(state)
-    bench.train(1)
-    bench.cut(A)
-    bench.link(A)
-    bench.grant(A)
-    again = bench.said(A, m.Open)[-1]
-    assert IdSet.from_wire(again.trained) == IdSet(ids(0))
-    assert again.held == ids(1, 2)  # 3 was due and never came
-    assert again.ledger_number == state.number
-
-
-def test_room_for_what_was_due_is_free_when_the_link_is_cut() -> None:
-    bench = Bench(A)
-    bench.begin()
-    before = bench.room.left_bytes
-    bench.offer(A, 0, 1)
-    assert bench.room.left_bytes == before - 2 * SIZE
-    bench.cut(A)
-    assert bench.room.left_bytes == before
-
-
-def test_half_received_sample_is_dropped_with_its_session_and_taken_whole_later() -> None:
-    bench = Bench(A)
-    bench.begin()
-    bench.offer(A, 0)
-    made = sample(0, rows=2)
-    frames = frames_of(made)
-    bench.start(A, made, frames)
-    bench.chunk(A, made.id, 0, frames[0])
-    bench.cut(A)
-    bench.link()
-    bench.grant(A)
-    bench.offer(A, 0)
-    bench.send(A, 0)
-    assert bench.delivered == [0]
-
-
-def test_sample_that_comes_twice_is_delivered_once() -> None:
-    bench = Bench(A)
-    bench.begin()
-    for _ in range(2):
-        bench.offer(A, 0)
-        bench.send(A, 0)
-    assert bench.delivered == [0]
-
-
-def test_damaged_chunk_is_asked_for_again_and_its_room_returned() -> None:
-    bench = Bench(A)
-    bench.begin()
-    before = bench.room.left_bytes
-    bench.offer(A, 0)
-    made = sample(0, rows=2)
-    frames = frames_of(made)
-    damaged = frames[1][:-1] + bytes([frames[1][-1] ^ 1])
-    bench.start(A, made, frames)
-    bench.chunk(A, made.id, 0, frames[0])
-    bench.chunk(A, made.id, 1, damaged)
-    assert [nack.id for nack in bench.said(A, m.Nack)] == [made.id]
-    assert bench.room.left_bytes == before
-
-
-# R16: one queue
-
-
-def test_producers_share_the_buffer_by_bytes_and_not_by_their_haste() -> None:
-    bench = Bench(room=4)
-    bench.begin()
-    bench.offer(A, *range(8))
-    assert [len(grant.ids) for grant in bench.said(A, m.Grant)] == [4]
-    bench.offer(B, *range(16, 24))
-    for _ in range(4):  # the trainer releases one after the other
-        bench.room.cancel(SIZE)
-        bench.do(bench.member.grant())
-    assert sum(len(grant.ids) for grant in bench.said(B, m.Grant)) == 4
-    assert sum(len(grant.ids) for grant in bench.said(A, m.Grant)) == 4
-
-
-def test_late_producer_does_not_get_the_queue_for_itself() -> None:
-    bench = Bench(without=(B,), room=6)
-    bench.link(A)
-    bench.grant(A)
-    bench.do(bench.member.open())
-    bench.offer(A, *range(8))
-    bench.link(B)
-    bench.grant(B)
-    bench.offer(B, *range(16, 24))
-    bench.room.cancel(2 * SIZE)
-    bench.do(bench.member.grant())
-    assert [sum(len(g.ids) for g in bench.said(x, m.Grant)) for x in (A, B)] == [7, 1]
-
-
-def test_step_larger_than_the_buffer_is_told_at_attach_instead_of_deadlocking() -> None:
-    """The trainer waits for the fourth sample of a step while the first three fill the buffer."""
-    bench = Bench(A, capacity_bytes=3 * SIZE, batch_samples=4)
-    bench.link()
-    bench.grant(A, max_sample_bytes=SIZE)
-    error = failure(bench)
-    assert isinstance(error, BufferTooSmall)
-    assert error.needed_bytes == 5 * SIZE
-    assert f"capacity_bytes to {5 * SIZE}" in str(error)
 
 
 # R6, R7: commits
@@ -512,40 +391,6 @@ def test_orderly_shutdown_and_a_full_disk_are_passed_on() -> None:
     bench.tell(A, m.Closing, reason="maintenance")
     assert bench.kinds().count(CheckpointWanted) == 1
     assert bench.only(Closing) == Closing(A, "maintenance")
-
-
-def test_message_of_another_session_changes_nothing() -> None:
-    bench = Bench(A)
-    bench.begin()
-    old = m.AllTerminal(term=1, session="another")
-    assert bench.member.received(A, old) == []
-
-
-def test_malformed_message_ends_its_session_and_no_other() -> None:
-    bench = Bench()
-    bench.begin()
-    made = sample(0, rows=2)
-    bench.start(A, made, frames_of(made))  # never offered
-    dropped = bench.only(Drop)
-    assert isinstance(dropped, Drop)
-    assert dropped.address == A
-    assert bench.member.peer(B).attached
-
-
-def test_membership_can_be_copied_in_the_middle_of_a_sample() -> None:
-    """A search of all schedules needs that."""
-    bench = Bench(A)
-    bench.begin()
-    bench.offer(A, 0)
-    made = sample(0, rows=2)
-    frames = frames_of(made)
-    bench.start(A, made, frames)
-    bench.chunk(A, made.id, 0, frames[0])
-    twin = bench.twin()
-    for branch in (bench, twin):
-        branch.chunk(A, made.id, 1, frames[1])
-        assert branch.delivered == [0]
-    assert twin.ledger.held_count == bench.ledger.held_count == 1
 
 
 def test_limits_of_the_wire_hold_for_what_a_member_says() -> None:

@@ -1,0 +1,31 @@
+"""Figures of the client: one object that metrics, the terminal and a progress bar all read."""
+
+from typing import NamedTuple
+
+
+class ProducerStatistics(NamedTuple):
+    address: str
+    state: str
+    """"down", "linked", "fenced", "granted", "open", "done" or "out"."""
+    attached: bool
+    term: int
+    """In which it granted the stream; 0 = not yet."""
+    offers: int
+    """Samples it has ready and there is no room for."""
+    granted_bytes: int
+    """Decoded, asked for since the process began."""
+    link_down_seconds: float
+
+
+class ClientStatistics(NamedTuple):
+    attached: bool
+    """To every producer that must be there."""
+    samples: int
+    tokens: int
+    logical_bytes: int
+    encoded_bytes: int
+    """Of chunk frames only."""
+    wire_bytes: int
+    link_down_seconds: float
+    """Of the producer that was away longest."""
+    producers: tuple[ProducerStatistics, ...] = ()
