@@ -4,8 +4,8 @@ import msgspec
 
 from draftfeed_producer.engines import EngineConfig
 from draftfeed_producer.errors import ProducerError
+from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
-from draftfeed_producer.server import ServerConfig
 from draftfeed_producer.spool import SpoolConfig
 from draftfeed_producer.target import TargetConfig
 

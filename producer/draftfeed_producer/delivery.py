@@ -71,6 +71,8 @@ class Delivery:
         self.skipped = IdSet()
         self.ledger_known = False
         """A leader has said what is trained."""
+        self.checkpoint_samples = 0
+        """Between two checkpoints, as the leader says; 0 = not known."""
         self._max_sample_bytes = max_sample_bytes
         self._suspects = dict(stored.suspects)
         self._quarantine_after_terms = quarantine_after_terms
@@ -102,9 +104,11 @@ class Delivery:
         """A sample that the group's checkpoint already had when it attached is not offered: the
         engine was at work on it when the group came."""
         self._out.regenerating.discard(header.id)
-        if header.id in self.committed:
+        if header.id in self.committed or header.id in self.tombstones:
             return self._out.endings()
         self.stock.add(header)
+        if header.id in self.fencing.leased:
+            self.stock.claim([header.id])  # it was lost here, and a member still has it
         return self._out.offers()
 
     def finish(self) -> list[Action]:
@@ -261,6 +265,7 @@ class Delivery:
                 return [Send(session.sender, refusal)]
             actions = self._follow(message, trained)
             self.ledger_known = True
+            self.checkpoint_samples = message.checkpoint_samples
         self._claim(member, set(message.held))
         session.open = member.opened = True
         actions.append(self._out.send(session, m.Opened))
@@ -283,13 +288,18 @@ class Delivery:
         return [stored, *([Regenerate(gone)] if gone else [])]
 
     def _claim(self, member: Member, held: set[SampleId]) -> None:
-        """What a member still has stays with it; everything else it was given goes back."""
+        """What a member still has stays with it, also when we have lost it and will generate it
+        again; everything else it was given goes back."""
         others = self.fencing.leased - member.leased
-        held = {id for id in held if id in self.stock} - others
+        held = {id for id in held if self._unfinished(id)} - others
         self.stock.give_back(sorted(member.leased - held))
         self.stock.claim(held)
         member.leased, member.received = set(held), set(held)
         member.at_work &= held
+
+    def _unfinished(self, id: SampleId) -> bool:
+        terminal = id in self.committed or id in self.tombstones
+        return id in self.prompts and not terminal
 
     # messages of an established session
 
@@ -381,7 +391,7 @@ class Delivery:
         return received
 
     def _tombstone(self, id: SampleId, state: str, reason: str) -> list[Action]:
-        if id not in self.stock:
+        if id not in self.stock and id not in self.fencing.leased:
             return []
         self.tombstones[id] = state
         self._out.forget({id})

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-import msgspec
 import zmq
 
 from draftfeed_producer.delivery import Delivery
-from draftfeed_producer.errors import BindError
+from draftfeed_producer.listener import LINGER_MS, Listener
 from draftfeed_producer.session import (
     Action,
     Regenerate,
@@ -37,7 +36,6 @@ from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import IdSet, SampleId
-from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 from draftfeed_proto.sample import SampleHeader
 
 logger = logging.getLogger(__name__)
@@ -46,37 +44,11 @@ POLL_MS = 200
 RETRY_MS = 5
 PING_SECONDS = 1.0
 """A ROUTER learns that a peer is gone when it sends to it."""
-HIGH_WATER_MESSAGES = 8
-"""Only a backstop: it counts messages, not bytes. Credits bound the bytes."""
-HIGH_WATER_REQUESTS = 64
 MAX_BACKLOG = 1000
 """Actions waiting for one member that has stopped reading; then its session ends."""
 CHECKPOINT_FILL = 0.7
 """Of the quota. Two checkpoints may have to be made before anything is freed."""
 STORE_RETRY_SECONDS = 0.5
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 15_000
-LINGER_MS = 2_000
-
-
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    bind: str = "tcp://127.0.0.1:5550"
-    """ZeroMQ address the consumer connects to."""
-    session_timeout_seconds: float = 10.0
-    """A group that was cut off may come back for this long before another process gets the stream
-    without --takeover. One that said goodbye leaves it free at once."""
-    quarantine_after_terms: int = 3
-    """A sample that the trainer was at work on when it died, this many times in a row, is given
-    to nobody any more."""
-
-    def __post_init__(self) -> None:
-        if self.session_timeout_seconds < 0:
-            found = self.session_timeout_seconds
-            raise ValueError(f"session_timeout_seconds is {found}, it must not be negative")
-        if self.quarantine_after_terms < 1:
-            raise ValueError(
-                f"quarantine_after_terms is {self.quarantine_after_terms}, it must be at least 1"
-            )
 
 
 class ServerStatistics(NamedTuple):
@@ -92,35 +64,6 @@ class ServerStatistics(NamedTuple):
     """Messages waiting for the member to read."""
     no_credit_seconds: float
     """Time in which samples waited and the consumer had no room for them."""
-
-
-class Listener:
-    """The bound socket, made before anything slow so that a taken port is known at once."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        """Raises BindError."""
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        for option, value in (
-            (zmq.ROUTER_MANDATORY, 1),
-            (zmq.SNDHWM, HIGH_WATER_MESSAGES),
-            (zmq.RCVHWM, HIGH_WATER_REQUESTS),
-            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-            (zmq.LINGER, LINGER_MS),
-        ):
-            self.socket.setsockopt(option, value)
-        try:
-            self.socket.bind(config.bind)
-        except zmq.ZMQError as error:
-            self.close()
-            raise BindError(config.bind, str(error).lower()) from error
-        self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
-
-    def close(self) -> None:
-        self.socket.close()
-        self.context.term()
 
 
 class Server:
@@ -144,6 +87,7 @@ class Server:
         self._wire_bytes = 0
         self._no_credit_seconds = 0.0
         self._ping_due = 0.0
+        self._judged_samples = 0
         self.all_terminal = threading.Event()
         self.failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
@@ -379,11 +323,21 @@ class Server:
 
     def _look_after_disk(self) -> None:
         self._spool.sync_when_due()
+        self._judge_interval()
         paused = bool(self._spool.alarm)
         if paused or self._spool.fill > CHECKPOINT_FILL:
             worth_bytes = 1 if paused else self._spool.checkpoint_bytes
             frees = paused and self._spool.awaits_checkpoint
             self._perform(self._delivery.short_of_space(worth_bytes, frees_at_once=frees))
+
+    def _judge_interval(self) -> None:
+        """Once for each that a leader states."""
+        interval = self._delivery.checkpoint_samples
+        if interval == self._judged_samples or not self._spool.statistics().samples:
+            return
+        self._judged_samples = interval
+        if shortage := self._spool.shortage(interval):
+            logger.warning("%s", shortage)
 
     def _ping(self) -> None:
         if time.monotonic() < self._ping_due:

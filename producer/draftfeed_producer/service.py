@@ -13,8 +13,9 @@ from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
 from draftfeed_producer.errors import SpoolFull
+from draftfeed_producer.listener import Listener
 from draftfeed_producer.prompts import PromptFile, prompt_limit
-from draftfeed_producer.server import Listener, Server, ServerStatistics
+from draftfeed_producer.server import Server, ServerStatistics
 from draftfeed_producer.sources import PromptSource, file_source, synthetic_source
 from draftfeed_producer.spool import Spool, SpoolStatistics
 from draftfeed_producer.spool.control import Tombstone

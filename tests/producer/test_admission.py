@@ -11,8 +11,9 @@ import pytest
 from bare_member import BareMember
 from draftfeed_producer.admission import Admission
 from draftfeed_producer.delivery import Delivery
+from draftfeed_producer.listener import Listener, ServerConfig
 from draftfeed_producer.prompts import Prompt
-from draftfeed_producer.server import Listener, Server, ServerConfig
+from draftfeed_producer.server import Server
 from draftfeed_producer.sources import PromptSource
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_proto import messages as m

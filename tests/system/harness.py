@@ -12,7 +12,8 @@ from draftfeed_consumer.buffer import BufferConfig
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
 from draftfeed_producer.delivery import Delivery
-from draftfeed_producer.server import Listener, Server, ServerConfig
+from draftfeed_producer.listener import Listener, ServerConfig
+from draftfeed_producer.server import Server
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_proto.descriptor import Expectation
 from draftfeed_proto.ids import IdSet, SampleId, Shards

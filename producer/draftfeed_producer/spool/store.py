@@ -245,6 +245,23 @@ class Spool:
         """Whether samples are kept only because an older checkpoint may still be restored."""
         return bool((self._committed - self._state.freeable).to_wire())
 
+    def shortage(self, checkpoint_samples: int) -> str:
+        """Why the spool is too small for checkpoints that lie so many samples apart; empty when it
+        is not, or no sample is here to judge by. A sample is deleted when the oldest of the last K
+        checkpoints contains it, and one more interval is being trained."""
+        samples = len(self._samples)
+        if not samples:
+            return ""
+        intervals = self._config.keep_checkpoints + 1
+        needed = intervals * checkpoint_samples * self._samples.used_bytes // samples
+        if needed <= self._config.quota_bytes:
+            return ""
+        return (
+            f"a checkpoint every {checkpoint_samples} samples needs a spool of {needed} bytes "
+            f"({intervals} intervals), quota_bytes is {self._config.quota_bytes}; the trainer will "
+            "be asked for more of them"
+        )
+
     @property
     def checkpoint_bytes(self) -> float:
         """What a checkpoint should cover to be worth asking for: so many fit into the spool."""

@@ -1,0 +1,63 @@
+"""The socket that consumers connect to, and its configuration."""
+
+import msgspec
+import zmq
+
+from draftfeed_producer.errors import BindError
+from draftfeed_proto.limits import MAX_MESSAGE_BYTES
+
+HIGH_WATER_MESSAGES = 8
+"""Only a backstop: it counts messages, not bytes. Credits bound the bytes."""
+HIGH_WATER_REQUESTS = 64
+HEARTBEAT_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+LINGER_MS = 2_000
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    bind: str = "tcp://127.0.0.1:5550"
+    """ZeroMQ address the consumer connects to."""
+    session_timeout_seconds: float = 10.0
+    """A group that was cut off may come back for this long before another process gets the stream
+    without --takeover. One that said goodbye leaves it free at once."""
+    quarantine_after_terms: int = 3
+    """A sample that the trainer was at work on when it died, this many times in a row, is given
+    to nobody any more."""
+
+    def __post_init__(self) -> None:
+        if self.session_timeout_seconds < 0:
+            found = self.session_timeout_seconds
+            raise ValueError(f"session_timeout_seconds is {found}, it must not be negative")
+        if self.quarantine_after_terms < 1:
+            raise ValueError(
+                f"quarantine_after_terms is {self.quarantine_after_terms}, it must be at least 1"
+            )
+
+
+class Listener:
+    """The bound socket, made before anything slow so that a taken port is known at once."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises BindError."""
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.SNDHWM, HIGH_WATER_MESSAGES),
+            (zmq.RCVHWM, HIGH_WATER_REQUESTS),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.LINGER, LINGER_MS),
+        ):
+            self.socket.setsockopt(option, value)
+        try:
+            self.socket.bind(config.bind)
+        except zmq.ZMQError as error:
+            self.close()
+            raise BindError(config.bind, str(error).lower()) from error
+        self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
