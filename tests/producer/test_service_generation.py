@@ -1,5 +1,6 @@
 """Which samples a producer generates, and when: the real service, its spool and its socket."""
 
+import json
 import logging
 import threading
 from collections.abc import Iterator
@@ -10,14 +11,16 @@ import pytest
 
 from bare_member import BareMember
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import SyntheticConfig
+from draftfeed_producer.engines import SamplingConfig, SyntheticConfig, TransformersConfig
 from draftfeed_producer.engines.synthetic import synthetic_ids
-from draftfeed_producer.server import ServerConfig
+from draftfeed_producer.listener import ServerConfig
+from draftfeed_producer.prompts import PromptsConfig
 from draftfeed_producer.service import ProducerService
 from draftfeed_producer.spool import Spool, SpoolConfig, SpoolStatistics
 from draftfeed_producer.spool.control import Owned
 from draftfeed_producer.spool.control_log import ControlLog
 from draftfeed_producer.spool.reader import Reader
+from draftfeed_producer.target import TargetConfig
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import Sample, decoded_bytes
@@ -39,11 +42,11 @@ ALL = list(synthetic_ids(ENGINE))
 class Running:
     """A service in a thread of its own."""
 
-    def __init__(self, directory: Path, engine: SyntheticConfig, **spool: Any) -> None:
+    def __init__(self, directory: Path, config: dict[str, Any], **spool: Any) -> None:
         self.directory = directory
         options = {"min_free_bytes": 0, **spool}
         self.config = ProducerConfig(
-            engine=engine,
+            **{"engine": ENGINE, **config},
             spool=SpoolConfig(dir=directory, **options),
             server=ServerConfig(bind=f"ipc://{directory}.sock"),
         )
@@ -84,8 +87,8 @@ class Running:
 def run(tmp_path: Path) -> Iterator[Any]:
     started: list[Running] = []
 
-    def start(engine: SyntheticConfig = ENGINE, **spool: Any) -> Running:
-        started.append(Running(tmp_path / "spool", engine, **spool))
+    def start(config: dict[str, Any] | None = None, **spool: Any) -> Running:
+        started.append(Running(tmp_path / "spool", config or {}, **spool))
         return started[-1]
 
     yield start
@@ -258,3 +261,33 @@ def test_ids_of_all_prompts_are_accounted_for(run: Any, attach: Any) -> None:
     for place in places:
         ids.update(IdSet.from_wire(place))
     assert ids == IdSet(ALL[4:])
+
+
+def test_a_model_generates_again_too_and_lines_that_are_no_prompts_are_named(
+    run: Any, attach: Any, tmp_path: Path, tiny_qwen3: Path
+) -> None:
+    lines = [json.dumps({"prompt": f"number {ordinal}"}) for ordinal in range(4)]
+    (tmp_path / "p.jsonl").write_text("\n".join([*lines[:2], "broken", *lines[2:]]))
+    sampling = SamplingConfig(max_new_tokens=5)
+    producer = run(
+        {
+            "engine": TransformersConfig(batch_size=3, dtype="float32", sampling=sampling),
+            "target": TargetConfig(path=str(tiny_qwen3), layer_ids=(0, 1)),
+            "prompts": PromptsConfig(
+                path=str(tmp_path / "p.jsonl"), skip_bad=True, shard_size=2, max_prompt_tokens=20
+            ),
+        },
+        shards="1-2",
+    )
+    member = attach(producer)
+    descriptor = member.granted.descriptor
+    assert member.granted.max_sample_bytes == decoded_bytes(24, 2, descriptor.hidden_size)
+    member.open()
+    received = list(member.receive(2))
+    assert sorted(id.ordinal for id in received) == [3, 4]
+    damage(producer.directory, 0)
+    member.say(m.Nack, id=received[0], reason="checksum")
+    assert member.receive(3)[-1] == received[0]
+    (skipped,) = IdSet.from_wire(member.inquire().skipped)
+    assert skipped.ordinal == 2
+    finish(member, producer, received)
