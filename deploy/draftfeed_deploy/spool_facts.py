@@ -14,6 +14,7 @@ from draftfeed_producer.spool.segments import Damage, Record
 from draftfeed_proto.ids import IdSet, SampleId
 
 SEGMENTS_SHOWN = 12
+COMMITS_SHOWN = 3
 
 
 class SegmentFacts(msgspec.Struct):
@@ -116,7 +117,9 @@ def inspect_lines(facts: SpoolFacts) -> Iterator[str]:
     yield f"regenerated  {facts.regenerated}; suspects {facts.suspects}"
     group = f"{facts.term} of group {facts.group!r}, {facts.members} members"
     yield f"term         {group if facts.term else 'none yet'}"
-    for commit in facts.commits:
+    if (more := len(facts.commits) - COMMITS_SHOWN) > 0:
+        yield f"commits      {more} older ones, and these"
+    for commit in facts.commits[-COMMITS_SHOWN:]:
         how = "rollback to" if commit.rollback else "commit     "
         yield f"{how}  {commit.number} of term {commit.term}: {commit.samples} samples"
     for row in facts.segments[:SEGMENTS_SHOWN]:
@@ -251,7 +254,7 @@ def _record_lines(record: Record) -> Iterator[str]:
 
 
 def _commit_lines(id: SampleId, commits: list[Commit]) -> Iterator[str]:
-    kept = ", ".join(str(commit.number) for commit in commits)
+    kept = f"{commits[0].number} to {commits[-1].number}" if commits else ""
     for commit in commits:
         if id in IdSet.from_wire(commit.trained):
             first = f"commit {commit.number} of term {commit.term}"

@@ -123,6 +123,11 @@ class Delivery:
         self._out.regenerating -= {id for id in self._out.regenerating if id in ids}
         return self._out.endings()
 
+    def settled(self, ids: IdSet) -> list[Action]:
+        """These were in a spool that is gone, no checkpoint has them: they are made again."""
+        self.regenerated.update(ids)
+        return []
+
     def verified(self, id: SampleId, whole: bool) -> list[Action]:
         """The answer to `Verify`. A sample that is damaged where it lies is generated again."""
         if id not in self.stock:

@@ -104,6 +104,10 @@ class Server:
         """Lines that turned out to be no prompts."""
         self._tell(lambda: self._delivery.skip(ids))
 
+    def settled(self, ids: IdSet) -> None:
+        """Samples of a lost spool that are generated again."""
+        self._tell(lambda: self._delivery.settled(ids))
+
     def finish(self) -> None:
         """No further samples will be stored, but those to be generated again."""
         self._tell(self._delivery.finish)
