@@ -123,6 +123,7 @@ def test_replaced_node_that_saves_late_does_not_become_the_latest(
     node(tiny_target_dir, tmp_path, 1, count=6, resume_from=first, **options)
     assert latest_checkpoint(tmp_path) == tmp_path / "drafter-2.2-step3"
     assert dflash.read_state(tmp_path / "drafter-2.2-step3")["draftfeed"] == before
+    assert "drafter-1.5-step6" in checkpoints(tmp_path), "a run resumed further back keeps its own"
     third = node(tiny_target_dir, tmp_path, 3, count=6)
     assert third.trained_ids == [sample_id(n) for n in (3, 4, 5)]
 

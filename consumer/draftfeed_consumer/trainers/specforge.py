@@ -120,7 +120,6 @@ class _Training:
 
         self._stream, self._output_dir = stream, run.output_dir
         self._options, self._config = options, config
-        dflash.save_config(config, run.output_dir)
         step = _load_stream_state(stream, resume) if resume else None
         # One optimizer step under way and the next one waiting.
         self._shelf: Shelf = Shelf(capacity=2 * options.window)
@@ -130,6 +129,7 @@ class _Training:
         model = dflash.build_training_model(config, run.target_dir)
         self._trainer = self._build_trainer(model, channel, resume)
         self._checkpoints = self._take_over(self._trainer._controller)
+        dflash.save_config(config, run.output_dir)  # SpecForge has compared it with the checkpoint
 
     def fit(self) -> TrainResult:
         self._stream.checkpoint_every(self._options.window * self._options.save_interval_steps)

@@ -17,12 +17,15 @@ that. It does no harm:
   unless its successor dies before it has made one. Then it is the newest again, rightly.
 """
 
+import logging
 import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
 
 RUN_ID = "drafter"
 STATE_FILE = "training_state.pt"
@@ -63,13 +66,20 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def rotate(output_dir: Path, count: int) -> None:
+def rotate(output_dir: Path, made: Path, count: int) -> None:
     """Delete what is older than the newest `count` complete checkpoints. What cannot be deleted
-    stays for the next time."""
+    stays for the next time.
+
+    made: the one just made. When a newer one is there, nothing is deleted: it is of a node that
+    took over, or this run was resumed from a checkpoint behind it.
+    """
     saved = saved_checkpoints(output_dir)
-    kept = [one for one in saved if one.complete][-count:]
+    complete = [one for one in saved if one.complete]
+    if complete[-1].path != made:
+        logger.warning("%s is not the newest checkpoint: %s is", made, complete[-1].path)
+        return
     for old in saved:
-        if kept and old < kept[0]:
+        if old < complete[-count:][0]:
             shutil.rmtree(old.path, ignore_errors=True)
 
 

@@ -229,7 +229,8 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
         """Nothing: whoever comes last would point to his own."""
 
     def _rotate(self, keep_step: int) -> None:
-        rotate(Path(self.output_dir), self.max_checkpoints)
+        made = Path(self.checkpoint_dir(keep_step))
+        rotate(Path(self.output_dir), made, self.max_checkpoints)
 
 
 class IdleCheckpoints:

@@ -1,0 +1,105 @@
+"""Trainers that save rarely, fed by a producer whose spool holds a part of the run."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny_target
+from draftfeed_consumer.trainers.specforge_checkpoints import saved_checkpoints
+from processes import SAMPLES, Run
+
+pytestmark = pytest.mark.timeout(300)
+
+QUOTA = "spool.quota_bytes=200_000"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path, rate=0)
+    yield made
+    made.kill_all()
+
+
+def steps(run: Run) -> Counter[str]:
+    """How often each sample was in a step."""
+    lines = (run.directory / "consumer/steps.jsonl").read_text().splitlines()
+    return Counter(id for line in map(json.loads, lines) for id in line["ids"])
+
+
+def spool_was_full(run: Run) -> bool:
+    last = (run.directory / "producer/stats.jsonl").read_text().splitlines()[-1]
+    return bool(json.loads(last)["stall_seconds"]["spool_full"] > 0)
+
+
+def test_trainer_idle_at_a_full_spool_makes_the_checkpoints_that_free_it(run: Run) -> None:
+    producer = run.start("producer", "--set", QUOTA)
+    consumer = run.start("consumer", "--set", "trainer.options.checkpoint_steps=100_000")
+    run.succeeds(consumer)
+    run.succeeds(producer)
+    assert run.trained() == run.expected()
+    assert spool_was_full(run)
+
+
+def test_example_trainer_idle_at_a_full_spool_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    producer = run.start("producer", "--set", QUOTA)
+    consumer = run.start("consumer", "--set", "trainer.function=custom_trainer:train")
+    run.succeeds(consumer)
+    run.succeeds(producer)
+    assert steps(run) == Counter(run.expected())
+    assert spool_was_full(run)
+
+
+SPECFORGE = """
+[producer]
+addresses = ["{address}"]
+[buffer]
+capacity_bytes = 4_000_000
+[trainer]
+kind = "specforge"
+target = "target"
+output_dir = "out"
+[trainer.options]
+mask_token_id = 3
+num_anchors = 4
+block_size = 4
+batch_size = 7
+save_interval_steps = 100_000
+"""
+
+
+def test_specforge_idle_at_a_full_spool_goes_on_and_lets_go_of_the_tail(run: Run) -> None:
+    """60 samples are 8 steps of 7, and 4 that fill none: the producer must not wait for them."""
+    tiny_target.make(run.directory / "target")
+    (run.directory / "consumer.toml").write_text(SPECFORGE.format(address=run.address))
+    shape = (
+        "engine.num_layers=6",
+        "engine.layer_ids=[1, 2, 4]",
+        "engine.hidden_size=32",
+        "engine.vocab_size=128",
+        "engine.max_tokens=128",
+        "spool.quota_bytes=100_000",
+        "spool.segment_bytes=10_000",
+    )
+    producer = run.start("producer", *(option for one in shape for option in ("--set", one)))
+    consumer = run.start("consumer")
+    run.succeeds(consumer)
+    run.succeeds(producer)
+    trained = steps(run)
+    rejected = [
+        json.loads(line)
+        for line in (run.directory / "producer/rejected.jsonl").read_text().splitlines()
+    ]
+    ends = Counter(one["reason"].partition(":")[0] for one in rejected)
+    assert set(trained.values()) == {1}
+    assert len(trained) + len(rejected) == SAMPLES
+    assert ends["tail"] == (SAMPLES - len(rejected) + ends["tail"]) % 7
+    assert not trained.keys() & {one["id"] for one in rejected}
+    assert saved_checkpoints(run.directory / "out")[-1].step == len(trained) // 7
+    assert spool_was_full(run)
