@@ -109,6 +109,7 @@ class Admission:
             self._stopped.wait(pause_seconds)
             return False
         logger.warning("%d samples of lost shards are generated again", len(again))
+        self._server.settled(again)
         return True
 
     def _prompt(self, id: SampleId) -> Prompt | None:

@@ -218,7 +218,7 @@ def test_trace_tells_a_samples_story_in_order(
     story = ["sample", "stored", "void", "stored", "again", "suspect", "committed", "now"]
     assert words == story, ended.out
     assert f"digest {sample(2).digest()}" in ended.out
-    assert "first in commit 5 of term 2; the log still has 4, 5" in ended.out
+    assert "first in commit 5 of term 2; the log still has 4 to 5" in ended.out
     assert "committed, its record is kept" in ended.out
     by_id = draftfeed(capsys, "trace", tmp_path, sample(2).id)
     assert by_id.out == ended.out
