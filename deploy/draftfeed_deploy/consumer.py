@@ -11,6 +11,7 @@ from rich.console import Console
 from draftfeed_consumer.actions import Attach
 from draftfeed_consumer.config import ConsumerConfig
 from draftfeed_consumer.errors import StreamClosed
+from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_consumer.ranks import Ranks
 from draftfeed_consumer.stream import HiddenStateStream
 from draftfeed_consumer.trainers import Train, TrainerRun
@@ -42,6 +43,7 @@ def run_consumer(
     Raises ConsumerError, CommitUnknown, OutputError, DirectoryInUse, and KeyboardInterrupt after a
     second signal or when a drain takes too long.
     """
+    keep_chunks_mapped()
     train, run = load_trainer(config.trainer)
     with ExitStack() as stack:
         stack.enter_context(on_signal(interrupt))
