@@ -114,7 +114,7 @@ class Distribution:
         self.stock.give_back(sorted(session.offered))
 
     def forget_trained(self, trained: IdSet) -> None:
-        self.forget({id for id in self.stock if id in trained})
+        self.forget({id for id in {*self.stock, *self.fencing.leased} if id in trained})
         self.regenerating -= {id for id in self.regenerating if id in trained}
 
     def forget(self, ids: set[SampleId]) -> None:

@@ -16,7 +16,7 @@ class Fencing:
         """A term from before a restart counts as held by somebody who was cut off just now."""
         self.term = term
         self.resumed = term is not None
-        """Members of this term attached to an earlier process: they hold what we do not know."""
+        """Members of this term may hold samples of an earlier process, that we do not know of."""
         self.members: dict[str, Member] = {}
         self.attached: dict[bytes, Member] = {}
         """Those that have a session, by the sender of its messages."""
@@ -46,8 +46,10 @@ class Fencing:
         return self._refused("held", holder) if holder else None
 
     def begin(self, term: Term, now: float) -> None:
+        # The first in a spool: there may have been another spool before, and this very group
+        # have taken samples of it.
+        self.resumed = self.term is None
         self.term = term
-        self.resumed = False
         self.members = {}
         self.attached = {}
         self._began_at = now

@@ -18,7 +18,7 @@ from delivery_members import (
 )
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.distribution import OFFERED_SAMPLES
-from draftfeed_producer.session import StoreCommit
+from draftfeed_producer.session import StoreCommit, StoreTombstone
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Expectation
 from draftfeed_proto.ids import IdSet
@@ -78,10 +78,10 @@ def test_mismatch_and_another_major_version_are_refused_before_a_term_is_spent(
 def test_samples_are_shared_out_among_the_ranks_and_none_is_offered_twice() -> None:
     delivery = producer(200)
     ranks = [Member(delivery, name, rank, 2) for rank, name in enumerate((ALICE, BOB))]
-    first, second = (offered(rank.attach()) for rank in ranks)
-    assert first
-    assert second
-    assert not set(first) & set(second)
+    assert offered(ranks[0].attach()) == [], "it could be of a spool that was lost"
+    first, second = (offer.samples for offer in said(ranks[1].attach(), m.Offer))
+    assert len(first) == len(second)
+    assert not {id for id, _ in first} & {id for id, _ in second}
 
 
 # leases
@@ -129,9 +129,11 @@ def test_reattached_member_keeps_what_it_holds_and_the_rest_goes_back(
 def test_a_member_cannot_claim_what_another_holds() -> None:
     delivery = producer(4)
     ranks = [Member(delivery, name, rank, 2) for rank, name in enumerate((ALICE, BOB))]
-    ranks[0].attach()
+    for rank in ranks:
+        rank.attach()
     ranks[0].take(0)
-    ranks[1].attach(held=[id_of(0)])
+    ranks[1].lose()
+    Member(delivery, b"again", 1, 2).attach(held=[id_of(0)])
     assert delivery.fencing.members["1"].leased == set()
 
 
@@ -164,6 +166,30 @@ def test_after_a_restart_nothing_is_offered_before_every_rank_has_said_what_it_h
     leader, other = (Member(delivery, n, r, 2) for r, n in enumerate((ALICE, BOB)))
     assert offered(leader.attach(held=[id_of(0)])) == []
     assert sorted(offered(other.attach(held=[id_of(1)]))) == [2, 3]
+
+
+def test_what_a_member_holds_of_a_lost_spool_is_generated_for_it_alone() -> None:
+    """Another rank would train it a second time."""
+    delivery = producer(0, prompts=3)
+    leader, other = (Member(delivery, n, r, 2) for r, n in enumerate((ALICE, BOB)))
+    leader.attach()
+    assert offered(delivery.stored(header(0))) == []
+    assert offered(other.attach(held=[id_of(0), id_of(1)])) == []
+    assert delivery.stored(header(1)) == []
+    assert offered(delivery.stored(header(2))) == [2]
+    assert delivery.fencing.members["1"].leased == {id_of(0), id_of(1)}
+    assert names(leader.commit(1, 0, 1))[:2] == ["StoreCommit", "Committed"]
+    assert delivery.fencing.leased == set()
+
+
+def test_a_verdict_on_a_sample_of_a_lost_spool_ends_it() -> None:
+    delivery = producer(0, prompts=1)
+    member = Member(delivery)
+    member.attach(held=[id_of(0)])
+    actions = member.say(m.Reject, id=id_of(0), reason="policy")
+    assert actions == [StoreTombstone(id_of(0), "rejected", "policy")]
+    assert delivery.stored(header(0)) == []
+    assert "AllTerminal" in names(delivery.finish())
 
 
 def test_what_a_rank_says_it_trained_is_left_to_the_leader(delivery: Delivery) -> None:
@@ -226,13 +252,11 @@ def test_samples_of_other_producers_in_a_commit_are_passed_over(
 def test_a_commit_covers_what_every_rank_received(delivery: Delivery) -> None:
     leader, other = (Member(delivery, n, r, 2) for r, n in enumerate((ALICE, BOB)))
     leader.attach()
-    leader.take(0)
-    delivery.stored(header(4))
     other.attach()
-    leader.say(m.Release, ids=[id_of(1)])
-    delivery.disconnected(ALICE, 0.0)
+    leader.take(0)
+    leader.lose()
     other.take(1)
-    again = Member(delivery, b"alice-again", members=2)
+    again = Member(delivery, b"again", members=2)
     again.attach(held=[id_of(0)])
     assert names(again.commit(1, 0, 1))[:2] == ["StoreCommit", "Committed"]
     assert delivery.fencing.leased == set()
