@@ -11,6 +11,8 @@ from chaos.faults import KINDS, Kind, Mark, Scene, Steps
 from chaos.world import World
 
 MOST_AT_ONCE = 3
+CHOICE = 4
+"""Of the next cards of the deck. Of all of them, those that last longest would come least."""
 PAUSE_SECONDS = (0.1, 2.5)
 """Between the beginnings of two faults."""
 
@@ -66,9 +68,9 @@ class Schedule:
 
     def _begin(self) -> None:
         taken = {claim for active in self._active for claim in active.scene.claims}
-        if len(self._deck) < len(KINDS):  # always a choice, or the last of a deck come alone
+        if len(self._deck) < len(KINDS):
             self._deck += self._rng.sample(KINDS, len(KINDS))
-        for kind in self._deck:
+        for kind in self._deck[:CHOICE]:
             claims = kind.claims(self._world, self._rng)
             if claims and not claims & taken:
                 self._deck.remove(kind)
