@@ -209,7 +209,8 @@ class Server:
         """Send what credit and the socket take, a chunk to each member in turn; whether anything
         went out."""
         sent = False
-        ready = [sender for sender in self._delivery.fencing.attached if self._flush(sender)]
+        # A flush ends the session of a peer that is gone.
+        ready = [sender for sender in list(self._delivery.fencing.attached) if self._flush(sender)]
         while ready:
             for sender in list(ready):
                 actions = self._delivery.next_chunk(sender)
