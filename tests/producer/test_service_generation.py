@@ -187,6 +187,7 @@ def test_what_a_lost_spool_had_is_generated_when_the_trainer_has_said_what_it_tr
     assert sorted(member.receive(10)) == [id for id in ALL if id not in trained]
     assert sorted(producer.generated[8:]) == [ALL[5], ALL[7]]
     assert producer.spool.regenerated == 2
+    assert IdSet.from_wire(member.inquire().regenerated) == IdSet([ALL[5], ALL[7]])
     finish(member, producer, ALL)
     owned = Reader(tmp_path / "spool").control.owned
     assert owned is not None
