@@ -85,6 +85,7 @@ class Client:
         self._drain = False
         """Plain: a signal handler may set it while its thread holds any lock."""
         self._at_work_changed = False
+        self._failed = False
         self._finished = False
         """The producers have everything they need from us."""
         self.checkpoint_wanted = threading.Event()
@@ -155,9 +156,10 @@ class Client:
     def _is_acknowledged(self) -> bool:
         return self._finished or self._acknowledged_number >= self._wanted_number
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._closing.is_set():
             return
+        self._failed = failed
         self._closing.set()
         self.wake()
         if self._member is not None:

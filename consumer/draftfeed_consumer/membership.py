@@ -262,10 +262,11 @@ class Membership(Attachment):
         due = [id for peer in self._open for id in peer.session.give_up()]
         return self.release([*unseen, *due])
 
-    def leave(self) -> list[Say]:
-        """Say goodbye to everybody."""
+    def leave(self, failed: bool = False) -> list[Say]:
+        """Say goodbye to everybody. failed: the trainer did, and what it was at work on may be
+        why."""
         here = [peer for peer in self._peers.values() if peer.state in ("granted", "open")]
-        goodbyes = [Say(peer.address, peer.say(m.Bye)) for peer in here]
+        goodbyes = [Say(peer.address, peer.say(m.Bye, failed=failed)) for peer in here]
         for peer in here:
             peer.lose()
         return goodbyes

@@ -343,10 +343,14 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
             self._metrics,
         )
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Leave: what the trainer has not seen goes back to the producers at once, the rest when
-        the next consumer attaches."""
-        self._client.close()
+        the next consumer attaches.
+
+        failed: the trainer did. A sample that it was at work on three times in a row when it
+        failed is given to nobody any more.
+        """
+        self._client.close(failed)
 
 
 def _check_without(attach: Attach, addresses: tuple[str, ...]) -> None:

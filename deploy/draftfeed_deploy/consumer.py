@@ -10,7 +10,7 @@ from rich.console import Console
 
 from draftfeed_consumer.actions import Attach
 from draftfeed_consumer.config import ConsumerConfig
-from draftfeed_consumer.errors import StreamClosed
+from draftfeed_consumer.errors import ConsumerError, StreamClosed
 from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_consumer.ranks import Ranks
 from draftfeed_consumer.stream import HiddenStateStream
@@ -86,7 +86,13 @@ def _train(stream: HiddenStateStream, train: Train, run: TrainerRun, stop: Gentl
         if stop.asked:
             return "stopped before any producer had granted the stream: nothing was trained"
         raise
-    train(stream, run)
+    try:
+        train(stream, run)
+    except ConsumerError:
+        raise
+    except Exception:
+        stream.close(failed=True)
+        raise
     if not stream.wait_committed(COMMIT_SECONDS):
         raise CommitUnknown
     how = "drained" if stop.asked else "done"

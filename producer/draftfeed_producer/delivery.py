@@ -178,6 +178,8 @@ class Delivery:
             case m.Inquire():
                 return [Send(sender, answers.account(self))]
         owned = self.fencing.owned(sender, message)
+        if owned is None and (gone := self.fencing.late_bye(sender, message)):
+            return self._left(*gone)
         if owned is None:
             return answers.stale(sender, message, self.fencing.number)
         return self._in_session(*owned, message, now)
@@ -271,7 +273,7 @@ class Delivery:
             actions = self._follow(message, trained)
             self.ledger_known = True
             self.checkpoint_samples = message.checkpoint_samples
-        self._claim(member, set(message.held))
+        self._out.claim(member, {id for id in message.held if self._unfinished(id)})
         session.open = member.opened = True
         actions.append(self._out.send(session, m.Opened))
         return [*actions, *self._out.offers()]
@@ -291,16 +293,6 @@ class Delivery:
         self._out.regenerating.update(gone)
         self.regenerated.update(gone)
         return [stored, *([Regenerate(gone)] if gone else [])]
-
-    def _claim(self, member: Member, held: set[SampleId]) -> None:
-        """What a member still has stays with it, also when we have lost it and will generate it
-        again; everything else it was given goes back."""
-        others = self.fencing.leased - member.leased
-        held = {id for id in held if self._unfinished(id)} - others
-        self.stock.give_back(sorted(member.leased - held))
-        self.stock.claim(held)
-        member.leased, member.received = set(held), set(held)
-        member.at_work &= held
 
     def _unfinished(self, id: SampleId) -> bool:
         terminal = id in self.committed or id in self.tombstones
@@ -332,7 +324,8 @@ class Delivery:
             case m.Commit():
                 return self._commit(member, session, message, now)
             case m.Bye():
-                return self._bye(member, now)
+                self._out.end_session(member, now)
+                return self._left(member, message)
         return []
 
     def _granted(self, member: Member, session: Session, ids: list[SampleId]) -> list[Action]:
@@ -355,12 +348,13 @@ class Delivery:
             return self._tombstone(id, "quarantined", message.reason)
         return [Verify(id)]
 
-    def _bye(self, member: Member, now: float) -> list[Action]:
+    def _left(self, member: Member, bye: m.Bye) -> list[Action]:
         """It has left for good. When all have, what they held was not trained, or will never be
         in a checkpoint."""
-        logger.info("member %s left", member.name)
+        logger.info("member %s left%s", member.name, ": its trainer failed" if bye.failed else "")
         member.left = True
-        self._out.end_session(member, now)
+        if bye.failed:
+            member.suspects = set(member.at_work)
         if all(one.left for one in self.fencing.members.values()):
             leased = self.fencing.leased
             for one in self.fencing.members.values():

@@ -64,7 +64,9 @@ class Distribution:
     def offers(self) -> list[Action]:
         """New offers to whoever has few; and the end, when there is nothing to offer."""
         live = self.fencing.live if self.fencing.complete else []
-        share = max(LEAST_OFFERED_SAMPLES, OFFERED_SAMPLES // max(1, len(live)))
+        # By members, not by those here: the first to open would get what the others wait for.
+        members = self.fencing.term.members if self.fencing.term else 1
+        share = max(LEAST_OFFERED_SAMPLES, OFFERED_SAMPLES // members)
         fresh: list[Action] = []
         for session in sorted(live, key=lambda one: len(one.offered)):
             samples = list(self._draw(share - len(session.offered)))
@@ -103,6 +105,16 @@ class Distribution:
         return ended
 
     # bookkeeping
+
+    def claim(self, member: Member, held: set[SampleId]) -> None:
+        """What a member still has stays with it, also when we have lost it and will generate it
+        again; everything else it was given goes back."""
+        others = self.fencing.leased - member.leased
+        held = held - others
+        self.stock.give_back(sorted(member.leased - held))
+        self.stock.claim(held)
+        member.leased, member.received = set(held), set(held)
+        member.at_work &= held
 
     def send(self, session: Session, kind: type[m.InSession], **fields: Any) -> Send:
         message = kind(term=self.fencing.number, session=session.name, **fields)

@@ -72,7 +72,17 @@ class Fencing:
         assert session is not None
         del self.attached[session.sender]
         member.session, member.gone_since = None, now
+        member.last_session = (session.sender, session.name)
         return session
+
+    def late_bye(self, sender: bytes, message: m.InSession) -> tuple[Member, m.Bye] | None:
+        """Who said goodbye and was found gone before that was read."""
+        if not isinstance(message, m.Bye) or message.term != self.number:
+            return None
+        for member in self.members.values():
+            if member.session is None and member.last_session == (sender, message.session):
+                return member, message
+        return None
 
     def owned(self, sender: bytes, message: m.InSession) -> tuple[Member, Session] | None:
         """Whose message it is, if it belongs to a session that is not over."""
@@ -120,6 +130,7 @@ class Fencing:
             return before  # they came and went while we were down: nothing is known
         lost = [m for m in self.members.values() if m.session is None and not m.left]
         at_work = set[SampleId]().union(*(member.at_work for member in lost))
+        at_work.update(*(member.suspects for member in self.members.values()))
         return {id: before.get(id, 0) + 1 for id in sorted(at_work)}
 
     def _rank_refusal(self, fence: m.Fence, term: Term) -> m.Refused | None:

@@ -114,12 +114,16 @@ class Member:
         self.left = False
         """It said `Bye`."""
         self.gone_since = 0.0
+        self.last_session: tuple[bytes, str] | None = None
+        """(sender, name) of the one that was cut off: its `Bye` may still be read after that."""
         self.leased: set[SampleId] = set()
         """Granted, sending or sent, until committed, rejected or given back."""
         self.received: set[SampleId] = set()
         """Sent whole, or claimed as held when it attached: what it can have trained."""
         self.at_work: set[SampleId] = set()
         """What its trainer has taken and not yet trained."""
+        self.suspects: set[SampleId] = set()
+        """What it was at work on when it failed and left."""
 
     @property
     def live(self) -> Session | None:

@@ -126,7 +126,11 @@ class Commit(InSession, frozen=True, kw_only=True):
 
 
 class Bye(InSession, frozen=True, kw_only=True):
+    """The member leaves for good."""
+
     reason: str = ""
+    failed: bool = False
+    """Its trainer did: what it was at work on may be why."""
 
 
 class Inquire(Message, frozen=True, kw_only=True):

@@ -94,7 +94,9 @@ def test_a_state_that_ends_no_sample_is_ignored(member: Member, state: str) -> N
 # samples that kill their trainer
 
 
-def crash(delivery: Delivery, term: int, *at_work: int, leaves: bool = False) -> list[str]:
+def crash(
+    delivery: Delivery, term: int, *at_work: int, leaves: bool = False, failed: bool = False
+) -> list[str]:
     """One life of the group, and what the next one's fence stores."""
     name = f"life-{term}".encode()
     member = Member(delivery, name, incarnation=f"life-{term}", term=term, takeover=True)
@@ -104,7 +106,7 @@ def crash(delivery: Delivery, term: int, *at_work: int, leaves: bool = False) ->
         member.take(*at_work)
         member.say(m.AtWork, ids=[id_of(k) for k in at_work])
     if leaves:
-        member.leave()
+        member.say(m.Bye, failed=failed)
     else:
         member.lose()
     return stored
@@ -116,6 +118,15 @@ def test_a_sample_at_work_whenever_the_trainer_dies_is_quarantined_after_three_t
     assert "StoreSuspects" in crash(delivery, 2, 0)
     crash(delivery, 3, 0, 2)
     assert "StoreTombstone" in crash(delivery, 4)
+    assert delivery.tombstones == {id_of(0): "quarantined"}
+
+
+def test_a_trainer_that_fails_in_an_orderly_way_counts_as_dead() -> None:
+    """An exception over a sample ends with a goodbye, and is the commonest way to die of one."""
+    delivery = producer(4)
+    for term in (1, 2, 3):
+        crash(delivery, term, 0, leaves=True, failed=True)
+    crash(delivery, 4)
     assert delivery.tombstones == {id_of(0): "quarantined"}
 
 

@@ -251,3 +251,11 @@ def test_a_lost_session_of_the_old_term_does_not_end_the_new_one(
     second(delivery, takeover=True).attach()
     assert first.lose() == []
     assert list(delivery.fencing.attached) == [BOB]
+
+
+def test_goodbye_that_is_read_after_the_member_was_found_gone_still_frees_the_stream(
+    delivery: Delivery, first: Member
+) -> None:
+    first.lose(now=1.0)
+    first.leave()
+    assert names(second(delivery).ask(now=1.0)) == ["StoreTerm", "Granted"]
