@@ -51,8 +51,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         needed_bytes = sample_bytes * (1 + self.batch_samples)
         if 0 < self.capacity_bytes < needed_bytes:
             why = (
-                f"samples of {sample_bytes} bytes can come, and the trainer may hold "
-                f"{self.batch_samples} while the next one arrives"
+                f"samples of {sample_bytes} bytes can come (the producer's max_prompt_tokens and "
+                f"max_new_tokens say so), and the trainer may hold {self.batch_samples} while the "
+                "next one arrives"
             )
             raise BufferTooSmall(needed_bytes, self.capacity_bytes, why)
 

@@ -1,4 +1,4 @@
-"""A quota that cannot hold the trainer's checkpoint intervals is told of at once, not at a stall."""
+"""A quota that cannot hold the checkpoint intervals is told of at once, and not at a stall."""
 
 from pathlib import Path
 
