@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import tiny_target
 from draftfeed_consumer.trainers.specforge_checkpoints import saved_checkpoints
 from processes import SAMPLES, Run
+from specforge_run import SHAPE, configure
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -22,12 +22,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path, rate=0)
     yield made
     made.kill_all()
-
-
-def steps(run: Run) -> Counter[str]:
-    """How often each sample was in a step."""
-    lines = (run.directory / "consumer/steps.jsonl").read_text().splitlines()
-    return Counter(id for line in map(json.loads, lines) for id in line["ids"])
 
 
 def spool_was_full(run: Run) -> bool:
@@ -52,46 +46,19 @@ def test_example_trainer_idle_at_a_full_spool_goes_on(
     consumer = run.start("consumer", "--set", "trainer.function=custom_trainer:train")
     run.succeeds(consumer)
     run.succeeds(producer)
-    assert steps(run) == Counter(run.expected())
+    assert Counter(run.steps("consumer")) == Counter(run.expected())
     assert spool_was_full(run)
-
-
-SPECFORGE = """
-[producer]
-addresses = ["{address}"]
-[buffer]
-capacity_bytes = 4_000_000
-[trainer]
-kind = "specforge"
-target = "target"
-output_dir = "out"
-[trainer.options]
-mask_token_id = 3
-num_anchors = 4
-block_size = 4
-batch_size = 7
-save_interval_steps = 100_000
-"""
 
 
 def test_specforge_idle_at_a_full_spool_goes_on_and_lets_go_of_the_tail(run: Run) -> None:
     """60 samples are 8 steps of 7, and 4 that fill none: the producer must not wait for them."""
-    tiny_target.make(run.directory / "target")
-    (run.directory / "consumer.toml").write_text(SPECFORGE.format(address=run.address))
-    shape = (
-        "engine.num_layers=6",
-        "engine.layer_ids=[1, 2, 4]",
-        "engine.hidden_size=32",
-        "engine.vocab_size=128",
-        "engine.max_tokens=128",
-        "spool.quota_bytes=100_000",
-        "spool.segment_bytes=10_000",
-    )
-    producer = run.start("producer", *(option for one in shape for option in ("--set", one)))
+    configure(run, batch_size=7, save_interval_steps=100_000)
+    small = ("--set", "spool.quota_bytes=100_000", "--set", "spool.segment_bytes=10_000")
+    producer = run.start("producer", *SHAPE, *small)
     consumer = run.start("consumer")
     run.succeeds(consumer)
     run.succeeds(producer)
-    trained = steps(run)
+    trained = Counter(run.steps("consumer"))
     rejected = [
         json.loads(line)
         for line in (run.directory / "producer/rejected.jsonl").read_text().splitlines()
