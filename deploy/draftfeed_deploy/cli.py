@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.console import Console
 from rich.logging import RichHandler
 
-from draftfeed_deploy import exits, spool_tools
+from draftfeed_deploy import audit, exits, spool_tools
 
 if TYPE_CHECKING:
     from draftfeed_consumer.config import ConsumerConfig
@@ -25,6 +25,7 @@ examples:
   draftfeed consumer -c consumer.toml            receive and train
   draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
   draftfeed drain -c consumer.toml               end a consumer with everything committed
+  draftfeed audit -c producer.toml               where every prompt is
 
 {exits.SUMMARY}"""
 CONSUMER_EPILOG = """\
@@ -158,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_consumer(commands)
     _add_drain(commands)
+    audit.add_command(commands)
     spool_tools.add_commands(commands)
     _add_demo(commands)
     return parser

@@ -17,9 +17,11 @@ from draftfeed_consumer.ledger import parse
 from draftfeed_consumer.trainers.dflash import read_state
 from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_deploy import smollm2
+from draftfeed_deploy.accounts import read_spool
 from draftfeed_deploy.config import load
 from draftfeed_deploy.errors import DemoError, OutputError
 from draftfeed_deploy.evaluation import evaluate
+from draftfeed_deploy.reckoning import judge, prompt_list
 from draftfeed_deploy.records import Checkpoint
 from draftfeed_deploy.report import Report, write_report
 from draftfeed_deploy.services import run_services
@@ -109,6 +111,7 @@ def run_demo(options: DemoOptions, console: Console) -> Report:
     producer = load(directory / "producer.toml", ProducerConfig)
     trainer = load(directory / "consumer.toml", ConsumerConfig).trainer
     _note_checkpoint(directory, trainer.output_dir)
+    _note_audit(directory, producer)
     with _phase(console, "evaluating the drafter on held-out prompts"):
         evaluation = evaluate(producer, trainer, _shipped(directory, "heldout.jsonl"))
     (directory / "evaluation.json").write_bytes(msgspec.json.encode(evaluation))
@@ -124,6 +127,13 @@ def _note_checkpoint(directory: Path, output_dir: Path) -> None:
     trained = IdSet.from_wire(parse(state["draftfeed"]).trained)
     checkpoint = Checkpoint(step=state["global_step"], trained=[str(id) for id in trained])
     (directory / "checkpoint.json").write_bytes(msgspec.json.encode(checkpoint))
+
+
+def _note_audit(directory: Path, producer: ProducerConfig) -> None:
+    """What the spool says about every line of the prompt file."""
+    prompts = prompt_list(producer)
+    audit = judge("producer.toml", prompts, read_spool(producer.spool.dir, prompts.ids))
+    (directory / "audit.json").write_bytes(msgspec.json.encode(audit))
 
 
 @contextmanager

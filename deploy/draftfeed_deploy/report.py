@@ -133,7 +133,7 @@ def _judge(files: RunFiles, run_dir: Path, prompts_path: Path, shard_size: int) 
 
 
 def summary_lines(report: Report) -> list[str]:
-    """The report for a terminal: at most 15 lines of plain text."""
+    """The report for a terminal: at most 20 lines of plain text."""
     failed = [check for check in report.checks if not check.passed]
     verdict = "FAILED" if failed else "PASSED"
     ratio = f", ratio {report.ratio:.3f}" if report.ratio else ""

@@ -55,6 +55,7 @@ def run_checks(files: RunFiles, expected: Expected) -> list[Check]:
         _check_trained(files, expected),
         _check_once(files, expected),
         _check_checkpoint(files, expected),
+        _check_audit(files),
         _check_digests(files, expected),
         _check_rows(files, expected),
         _check_wire(files),
@@ -130,6 +131,20 @@ def _check_checkpoint(files: RunFiles, expected: Expected) -> Check:
     if step != files.checkpoint.step:
         faults.append(f"it is of step {files.checkpoint.step}, the last one is {step}")
     return _check(name, f"{len(saved)} samples at step {step}", faults)
+
+
+def _check_audit(files: RunFiles) -> Check:
+    """What the producer's spool says about the lines of the prompt file."""
+    name, audit = "sums of the audit agree with the prompt list", files.audit
+    if audit is None:
+        return Check(name, False, files.audit_problem)
+    ends = {"trained": audit.trained, **audit.ended}
+    detail = f"{audit.prompts} prompts = {' + '.join(f'{n} {end}' for end, n in ends.items())}"
+    sides = {"missing": audit.missing, "extra": audit.extra, "in two places": audit.twice}
+    faults = [f"{side}: {ids}" for side, ids in sides.items() if ids.count]
+    if left := audit.deliverable + audit.to_be_generated:
+        faults.append(f"{left} not terminal")
+    return _check(name, detail, faults)
 
 
 def _check_swap(files: RunFiles) -> Check:

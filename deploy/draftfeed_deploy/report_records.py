@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from draftfeed_deploy.reckoning import ProducerAudit
 from draftfeed_deploy.records import (
     Checkpoint,
     ConsumerSnapshot,
@@ -47,6 +48,8 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Checkpoint | None
     checkpoint_problem: str
     """Why `checkpoint` is None; empty when it is not."""
+    audit: ProducerAudit | None
+    audit_problem: str
     rejected: list[Rejection]
     evaluation: Evaluation | None
     evaluation_problem: str
@@ -103,6 +106,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
     evaluation, evaluation_problem = _read(run_dir / "evaluation.json", Evaluation)
     checkpoint, checkpoint_problem = _read(run_dir / "checkpoint.json", Checkpoint)
+    audit, audit_problem = _read(run_dir / "audit.json", ProducerAudit)
     swap, swap_problem = _read(run_dir / "swap.json", Swap)
     swapped = (run_dir / CONSUMERS[1]).exists()
     if swapped and swap is None:
@@ -126,6 +130,8 @@ def read_run(run_dir: Path) -> RunFiles:
         swap=swap and msgspec.structs.replace(swap, started_seconds=swap.started_seconds - origin),
         checkpoint=checkpoint,
         checkpoint_problem=checkpoint_problem,
+        audit=audit,
+        audit_problem=audit_problem,
         evaluation=evaluation,
         evaluation_problem=evaluation_problem,
         problems=problems,

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from draftfeed_deploy.cli import main
+from draftfeed_producer.spool.directory import Owner
+from draftfeed_proto.ids import Shards
+from samples import DESCRIPTOR
 from tiny_models import make_qwen3
 
 TOML = """
@@ -116,11 +120,11 @@ def test_spool_of_another_model_keeps_its_samples(
 ) -> None:
     spool = tmp_path / "spool"
     spool.mkdir()
-    owner = {"format": 1, "dataset": "0" * 16, "descriptor": _descriptor()}
-    (spool / "spool.json").write_text(json.dumps(owner))
+    owner = msgspec.json.encode(Owner.of(DESCRIPTOR, Shards("0" * 16, 0, (0, 1)), ""))
+    (spool / "spool.json").write_bytes(owner)
     line = fails(capsys, "producer", "-c", config)
     assert "the spool was made with prompt file '0000000000000000'" in line
-    assert json.loads((spool / "spool.json").read_text()) == owner
+    assert (spool / "spool.json").read_bytes() == owner
 
 
 def test_consumer_without_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,17 +208,34 @@ def test_version_and_help_of_the_installed_command() -> None:
     version = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60)
     assert version.stdout.startswith("draftfeed ")
     text = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=60).stdout
-    assert all(word in text for word in ("producer", "consumer", "demo", "exit codes: 0 done"))
+    words = ("producer", "consumer", "drain", "audit", "spool", "trace", "demo")
+    assert all(word in text for word in (*words, "exit codes: 0 done", "3 another process"))
 
 
-def _descriptor() -> dict[str, object]:
-    return {
-        "model": "m",
-        "revision": "r",
-        "tokenizer_hash": "t",
-        "chat_template_hash": "c",
-        "layer_ids": [1],
-        "num_layers": 4,
-        "hidden_size": 8,
-        "vocab_size": 9,
-    }
+def test_help_of_the_consumer_teaches_what_a_takeover_and_a_rollback_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["consumer", "--help"])
+    text = capsys.readouterr().out
+    for words in ("within about a second", "Do not restart", "delivered once", "drain_seconds"):
+        assert words in text
+
+
+def test_without_an_address_that_is_not_configured_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "consumer.toml"
+    output = json.dumps(str(tmp_path / "out"))
+    config.write_text(f'[trainer]\nfunction = "json:dumps"\noutput_dir = {output}\n')
+    line = fails(capsys, "consumer", "-c", config, "--without", "tcp://typo:1")
+    assert "--without tcp://typo:1: not one of [producer] addresses" in line
+
+
+def test_drain_where_nothing_was_ever_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "consumer.toml"
+    output = json.dumps(str(tmp_path / "out"))
+    config.write_text(f'[trainer]\nfunction = "json:dumps"\noutput_dir = {output}\n')
+    assert "no consumer has trained into" in fails(capsys, "drain", "-c", config)

@@ -1,11 +1,13 @@
-"""Signals in the foreground: the first one is ours, the second one everybody's."""
+"""Signals in the foreground: the first one asks, the next one insists."""
 
+import logging
 import os
 import signal
+import threading
 
 import pytest
 
-from draftfeed_deploy.foreground import interrupt, on_signal
+from draftfeed_deploy.foreground import GentleStop, interrupt, on_signal
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
@@ -33,3 +35,41 @@ def test_handlers_are_restored_without_any_signal() -> None:
     with on_signal(interrupt):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def signalled(stop: GentleStop, *kinds: signal.Signals) -> None:
+    """Work that gets these signals and would not end for a long time."""
+    with on_signal(interrupt), stop, on_signal(stop.begin):
+        for kind in kinds:
+            os.kill(os.getpid(), kind)
+        threading.Event().wait(10)
+
+
+def test_first_signal_asks_and_the_work_may_end_by_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = threading.Event()
+    stop = GentleStop(asked.set, 60)
+    with caplog.at_level(logging.INFO), on_signal(interrupt), stop, on_signal(stop.begin):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.wait(10)
+    assert stop.asked
+    assert "again to stop at once" in caplog.text
+
+
+def test_second_signal_interrupts_work_that_does_not_end() -> None:
+    stop = GentleStop(lambda: None, 60)
+    with pytest.raises(KeyboardInterrupt):
+        signalled(stop, signal.SIGTERM, signal.SIGTERM)
+    assert stop.asked
+
+
+def test_work_that_does_not_end_in_time_is_interrupted_while_it_waits() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        signalled(GentleStop(lambda: None, 0.05), signal.SIGINT)
+
+
+def test_work_without_any_signal_is_left_alone() -> None:
+    with on_signal(interrupt), GentleStop(lambda: pytest.fail("asked"), 0.0) as stop:
+        pass
+    assert not stop.asked

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from draftfeed_deploy import progress
-from draftfeed_deploy.progress import Lines, Panels, Rates
+from draftfeed_deploy.progress import Lines, Panels, Rates, rows
+from draftfeed_deploy.records import Snapshot
 from snapshots import consumed, produced
 
 
@@ -62,3 +63,32 @@ def test_panels_show_both_services_with_sizes_and_ratio() -> None:
     assert "starting" in text
     for words in ("50 of 200", "ratio 1.50", "1.5 MB of 1.0 GB", "no credit 2 s"):
         assert words in text
+
+
+def text_of(snapshot: Snapshot) -> str:
+    rates = Rates()
+    rates.add(snapshot)
+    return "; ".join(f"{label} {text}" for label, text, _ in rows(snapshot, rates))
+
+
+def test_paused_admission_says_why() -> None:
+    text = text_of(produced(1.0, alarm="quota of 1.0 GB reached"))
+    assert "spool 0 B of 0 B, PAUSED: quota of 1.0 GB reached" in text
+
+
+def test_members_and_term_are_named_so_that_a_takeover_is_seen() -> None:
+    assert "members nobody attached;" in text_of(produced(1.0))
+    assert "members 0, 1 attached, term 3;" in text_of(produced(1.0, members=["0", "1"], term=3))
+
+
+def test_samples_that_were_made_again_are_counted() -> None:
+    assert "samples 5 of 200 (2 made again);" in text_of(produced(1.0, samples=5, regenerated=2))
+
+
+def test_link_tells_one_missing_producer_from_all() -> None:
+    producers = {"tcp://a:1": "open", "tcp://b:1": "down"}
+    assert "attached to 1 of 2 producers;" in text_of(consumed(1.0, producers=producers))
+    both = consumed(1.0, producers=dict.fromkeys(producers, "open"), attached=True, term=2)
+    assert "attached to 2 of 2 producers, term 2;" in text_of(both)
+    one = consumed(1.0, producers={"tcp://a:1": "open"}, attached=True, term=1, draining=True)
+    assert "link attached, term 1, draining;" in text_of(one)

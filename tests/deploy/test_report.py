@@ -7,7 +7,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from draftfeed_deploy.reckoning import Difference, ProducerAudit
 from draftfeed_deploy.report import Report, judge_run, summary_lines, write_report
 from draftfeed_proto.ids import SampleId
 
@@ -18,12 +20,38 @@ READABLE = "every record readable"
 ACCOUNTED = "every prompt accounted for"
 TRAINED = "samples generated = samples trained"
 ONCE = "each trained exactly once"
+AUDIT = "sums of the audit agree with the prompt list"
 CHECKPOINT = "the last checkpoint says the same"
 DIGESTS = "tensors equal on both sides"
 ROWS = "a row for every fed token"
 WIRE = "wire bytes within logical bytes"
 LOSS = "held-out loss 25% below untrained, and below uniform guessing"
 VALUES = "no non-finite values, no all-zero rows"
+
+
+NONE = Difference(0, [])
+AGREED = ProducerAudit(
+    config="producer.toml",
+    asked="spool",
+    running=False,
+    group="demo",
+    term=1,
+    members=[],
+    dataset="0" * 16,
+    shards="0",
+    prompts=PROMPTS,
+    skipped=0,
+    trained=PROMPTS,
+    held=None,
+    deliverable=0,
+    ended={},
+    to_be_generated=0,
+    regenerated=0,
+    sum=PROMPTS,
+    missing=NONE,
+    extra=NONE,
+    twice=NONE,
+)
 
 
 class Run:
@@ -47,6 +75,7 @@ class Run:
         """Trained: what the steps say, unless a test sets it."""
         self.second: dict[str, list[dict[str, Any]]] | None = None
         self.swap: dict[str, Any] | None = None
+        self.audit: ProducerAudit | None = AGREED
         self.rejected: list[dict[str, Any]] = []
         self.evaluation: dict[str, Any] | None = {
             "untrained_loss": 8.0,
@@ -130,9 +159,10 @@ class Run:
         if self.second is not None:
             for name, rows in self.second.items():
                 self.write(f"consumer-2/{name}.jsonl", rows)
-        for name, value in (("checkpoint", self._saved()), ("swap", self.swap)):
+        records = {"checkpoint": self._saved(), "swap": self.swap, "audit": self.audit}
+        for name, value in records.items():
             if value is not None:
-                (self.dir / f"{name}.json").write_text(json.dumps(value), "utf-8")
+                (self.dir / f"{name}.json").write_bytes(msgspec.json.encode(value))
         if self.rejected:
             self.write("producer/rejected.jsonl", self.rejected)
         if self.evaluation is not None:
@@ -283,7 +313,18 @@ def no_checkpoint(run: Run) -> None:
     run.checkpoint = None
 
 
+def spool_that_does_not_know_a_prompt(run: Run) -> None:
+    missing = Difference(1, [run.ids[3]])
+    run.audit = replace(AGREED, trained=PROMPTS - 1, missing=missing)
+
+
+def prompt_left_behind_in_the_spool(run: Run) -> None:
+    run.audit = replace(AGREED, trained=PROMPTS - 1, deliverable=1)
+
+
 FAULTS = [
+    (spool_that_does_not_know_a_prompt, AUDIT, "missing: 1 ("),
+    (prompt_left_behind_in_the_spool, AUDIT, "1 not terminal"),
     (trained_after_the_last_checkpoint, CHECKPOINT, "3 trained and not in it: p-09 (line 10)"),
     (checkpoint_contains_what_no_step_trained, CHECKPOINT, "1 in it and in no step: 0000"),
     (no_checkpoint, CHECKPOINT, "checkpoint.json: missing"),
@@ -380,7 +421,7 @@ def test_run_killed_before_it_wrote_anything_fails_everything(tmp_path: Path) ->
     report = write_report(tmp_path / "run", tmp_path / "no-prompts.jsonl")
     assert set(failed(report)) >= {READABLE, ACCOUNTED, ONCE, DIGESTS, ROWS, WIRE, LOSS, VALUES}
     assert "no-prompts.jsonl cannot be read" in failed(report)[ACCOUNTED]
-    assert len(summary_lines(report)) <= 15
+    assert len(summary_lines(report)) <= 20
     assert "nothing was recorded" in (tmp_path / "run/report.html").read_text("utf-8")
 
 
@@ -438,7 +479,7 @@ def test_summary_is_short_plain_text_and_names_what_failed(run: Run) -> None:
     digest_flipped(run)
     trained_twice(run)
     lines = summary_lines(run.judge())
-    assert len(lines) <= 15
+    assert len(lines) <= 20
     assert lines[0].startswith("FAILED: 12 of 12 prompts trained")
     assert sum(line.startswith("  FAILED ") for line in lines) == 2
     assert all(line.isascii() and "\n" not in line for line in lines)

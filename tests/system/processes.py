@@ -66,6 +66,10 @@ class Run:
         """run_dir: the command's name unless given, which is right for one process at a time."""
         return self._start(name, "--run-dir", run_dir or name, *options)
 
+    def go_on(self) -> None:
+        """For trainers that were told to `pause_after` some steps."""
+        (self.directory / "out" / stub_trainer.GO_ON).touch()
+
     def drain(self, *options: str) -> "subprocess.Popen[str]":
         return self._start("drain", *options)
 

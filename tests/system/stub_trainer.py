@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from draftfeed_consumer.stream import HiddenStateStream
 from draftfeed_consumer.trainers import TrainerRun
 
 CHECKPOINT_STEPS = 5
+GO_ON = "go-on"
 
 
 def train(stream: HiddenStateStream, run: TrainerRun) -> None:
@@ -30,7 +32,16 @@ def train(stream: HiddenStateStream, run: TrainerRun) -> None:
         stream.trained([item["id"]], step, {"loss": 1 / step})
         if step % interval == 0 or stream.checkpoint_wanted:
             save()
+        if step == run.options.get("pause_after"):
+            _pause(stream, run.output_dir / GO_ON)
     save()
+
+
+def _pause(stream: HiddenStateStream, until: Path) -> None:
+    """Until that file is there, or it is time to end."""
+    while not until.exists() and not stream.draining:
+        assert stream.descriptor  # raises when another consumer took over
+        threading.Event().wait(0.05)
 
 
 def newest(directory: Path) -> Path | None:

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import pytest
 import stub_trainer
 from draftfeed_consumer.stream import HiddenStateStream
 from draftfeed_consumer.trainers import TrainerRun
-from processes import SAMPLES, Run
+from processes import Run
 
 pytestmark = pytest.mark.timeout(300)
 DRAINED = "samples trained and committed"
@@ -22,34 +22,30 @@ def stubborn(stream: HiddenStateStream, run: TrainerRun) -> None:
     threading.Event().wait()
 
 
+TRAINED = 17
+"""Steps of a consumer before it pauses: two more than its last checkpoint has."""
+PAUSING = ("--set", f"trainer.options.pause_after={TRAINED}")
 STUBBORN = ("--set", f"trainer.function={__name__}:stubborn")
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[int], Run]]:
-    runs: list[Run] = []
-
-    def make(rate: int) -> Run:
-        runs.append(Run(tmp_path, rate))
-        return runs[-1]
-
-    yield make
-    for run in runs:
-        run.kill_all()
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path, 0)
+    yield run
+    run.kill_all()
 
 
 def training(run: Run, *options: str) -> tuple[Run.Process, Run.Process]:
-    """A producer, and a consumer that is in mid-run."""
-    producer, consumer = run.start("producer"), run.start("consumer", *options)
-    run.wait_for_lines("consumer/steps.jsonl", SAMPLES // 6)
+    """A producer, and a consumer that pauses in mid-run."""
+    producer, consumer = run.start("producer"), run.start("consumer", *PAUSING, *options)
+    run.wait_for_lines("consumer/steps.jsonl", TRAINED)
     return producer, consumer
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_consumer_leaves_nothing_to_be_trained_again(
-    start: Callable[..., Run], kind: signal.Signals
+    run: Run, kind: signal.Signals
 ) -> None:
-    run = start(100)
     producer, consumer = training(run)
     consumer.send_signal(kind)
     code, output = run.ended(consumer)
@@ -63,8 +59,7 @@ def test_stopped_consumer_leaves_nothing_to_be_trained_again(
     assert sorted(first + run.steps("second")) == sorted(run.expected())
 
 
-def test_drain_command_ends_the_consumer_and_says_what_it_left(start: Callable[..., Run]) -> None:
-    run = start(100)
+def test_drain_command_ends_the_consumer_and_says_what_it_left(run: Run) -> None:
     _, consumer = training(run)
     code, output = run.ended(run.drain())
     assert code == 0, output
@@ -76,8 +71,7 @@ def test_drain_command_ends_the_consumer_and_says_what_it_left(start: Callable[.
     assert "draftfeed: no consumer is running that trains into out" in output
 
 
-def test_second_signal_ends_a_consumer_that_does_not_drain(start: Callable[..., Run]) -> None:
-    run = start(100)
+def test_second_signal_ends_a_consumer_that_does_not_drain(run: Run) -> None:
     _, consumer = training(run, *STUBBORN)
     consumer.terminate()
     run.wait_for(consumer, "draining")
@@ -87,10 +81,7 @@ def test_second_signal_ends_a_consumer_that_does_not_drain(start: Callable[..., 
     assert "Traceback" not in output
 
 
-def test_drain_of_a_consumer_that_does_not_end_says_that_it_still_runs(
-    start: Callable[..., Run],
-) -> None:
-    run = start(100)
+def test_drain_of_a_consumer_that_does_not_end_says_that_it_still_runs(run: Run) -> None:
     _, consumer = training(run, *STUBBORN)
     code, output = run.ended(run.drain("--timeout", "0.5"))
     assert code == 1
@@ -99,10 +90,7 @@ def test_drain_of_a_consumer_that_does_not_end_says_that_it_still_runs(
     assert consumer.poll() is None
 
 
-def test_drain_that_takes_longer_than_allowed_ends_uncommitted_and_is_reported_so(
-    start: Callable[..., Run],
-) -> None:
-    run = start(100)
+def test_drain_that_takes_longer_than_allowed_ends_uncommitted_and_is_reported_so(run: Run) -> None:
     _, consumer = training(run, *STUBBORN, "--set", "trainer.drain_seconds=0.5")
     code, output = run.ended(run.drain())
     assert code == 1
@@ -112,8 +100,7 @@ def test_drain_that_takes_longer_than_allowed_ends_uncommitted_and_is_reported_s
     assert "not drained within" in output
 
 
-def test_consumer_that_waits_for_its_producer_ends_at_once(start: Callable[..., Run]) -> None:
-    run = start(0)
+def test_consumer_that_waits_for_its_producer_ends_at_once(run: Run) -> None:
     consumer = run.start("consumer")
     run.wait_for(consumer, "waiting for the producer")
     consumer.terminate()
@@ -122,23 +109,18 @@ def test_consumer_that_waits_for_its_producer_ends_at_once(start: Callable[..., 
     assert "stopped before any producer had granted the stream" in output
 
 
-def test_second_consumer_in_the_same_directory_is_refused_by_name(
-    start: Callable[..., Run],
-) -> None:
-    run = start(100)
+def test_second_consumer_in_the_same_directory_is_refused_by_name(run: Run) -> None:
     producer, consumer = training(run)
     code, output = run.ended(run.start("consumer", run_dir="second"))
     assert code == 2
     assert f"out is in use by the consumer {consumer.pid} on " in output
     assert output.count("\n") == 1
+    run.go_on()
     run.succeeds(consumer)
     run.succeeds(producer)
 
 
-def test_takeover_ends_the_old_consumer_and_every_sample_is_trained_once(
-    start: Callable[..., Run],
-) -> None:
-    run = start(100)
+def test_takeover_ends_the_old_consumer_and_every_sample_is_trained_once(run: Run) -> None:
     producer, old = training(run)
     new = run.start("consumer", "--takeover", run_dir="second")
     code, output = run.ended(old)
@@ -151,13 +133,10 @@ def test_takeover_ends_the_old_consumer_and_every_sample_is_trained_once(
     assert run.steps("second")
 
 
-def test_old_consumer_started_again_after_a_takeover_waits_and_says_for_whom(
-    start: Callable[..., Run],
-) -> None:
+def test_old_consumer_started_again_after_a_takeover_waits_and_says_for_whom(run: Run) -> None:
     """On its own machine nothing else stops it: it must neither fight nor train."""
-    run = start(100)
     producer, old = training(run)
-    new = run.start("consumer", "--takeover", run_dir="second")
+    new = run.start("consumer", "--takeover", *PAUSING, run_dir="second")
     assert run.ended(old)[0] == 3
     elsewhere = ("--set", "trainer.output_dir=elsewhere")
     restarted = run.start("consumer", *elsewhere, run_dir="restarted")
@@ -166,20 +145,18 @@ def test_old_consumer_started_again_after_a_takeover_waits_and_says_for_whom(
     code, output = run.ended(restarted)
     assert code == 0, output
     assert new.poll() is None
+    run.go_on()
     run.succeeds(new)
     run.succeeds(producer)
     assert run.trained() == run.expected()
     assert not (run.directory / "restarted/steps.jsonl").read_text()
 
 
-def test_drain_finds_the_consumer_that_took_over_and_not_the_old_one(
-    start: Callable[..., Run],
-) -> None:
-    run = start(100)
+def test_drain_finds_the_consumer_that_took_over_and_not_the_old_one(run: Run) -> None:
     producer, old = training(run)
-    new = run.start("consumer", "--takeover", run_dir="second")
+    new = run.start("consumer", "--takeover", *PAUSING, run_dir="second")
     assert run.ended(old)[0] == 3
-    run.wait_for_lines("second/steps.jsonl", 1)
+    run.wait_for_lines("second/steps.jsonl", TRAINED)
     code, output = run.ended(run.drain())
     assert code == 0, output
     assert f"draining the consumer {new.pid} on " in output
@@ -190,9 +167,8 @@ def test_drain_finds_the_consumer_that_took_over_and_not_the_old_one(
 
 
 def test_checkpoint_older_than_the_last_commit_is_refused_until_a_rollback_is_asked_for(
-    start: Callable[..., Run],
+    run: Run,
 ) -> None:
-    run = start(100)
     producer, consumer = training(run)
     consumer.terminate()
     assert run.ended(consumer)[0] == 0
