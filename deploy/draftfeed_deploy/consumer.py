@@ -18,7 +18,7 @@ from draftfeed_consumer.trainers import Train, TrainerRun
 from draftfeed_consumer.trainers import load as load_trainer
 from draftfeed_deploy import exits
 from draftfeed_deploy.drain import Claim, claimed
-from draftfeed_deploy.errors import CommitUnknown
+from draftfeed_deploy.errors import CommitUnknown, ConfigError
 from draftfeed_deploy.foreground import GentleStop, interrupt, on_signal, open_log, watched
 from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.records import ConsumerSnapshot, ReceivedSample, Step
@@ -69,7 +69,12 @@ def _open_stream(
 ) -> HiddenStateStream:
     samples = open_log(stack, run_dir, "samples.jsonl")
     observe = _received_to(samples) if samples else None
-    stream = HiddenStateStream(config.stream, observe, attach, ranks)
+    try:
+        stream = HiddenStateStream(config.stream, observe, attach, ranks)
+    except ConsumerError:
+        raise
+    except ValueError as error:
+        raise ConfigError("command line", str(error)) from None
     stack.callback(stream.close)
     steps = open_log(stack, run_dir, "steps.jsonl")
     if steps is not None:
