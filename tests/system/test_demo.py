@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from draftfeed_deploy import smollm2
 pytestmark = pytest.mark.timeout(1800)
 COMMAND = [str(Path(sys.executable).with_name("draftfeed")), "demo", "--max-new-tokens", "6"]
 
+LEARNED = "held-out loss 25% below untrained, and below uniform guessing"
+
 
 @pytest.fixture(autouse=True, scope="module")
 def target() -> None:
@@ -25,10 +27,12 @@ def target() -> None:
 
 
 @contextmanager
-def started(directory: Path, prompts: int = 12) -> Iterator["subprocess.Popen[str]"]:
+def started(
+    directory: Path, prompts: int = 12, options: Iterable[str] = ()
+) -> Iterator["subprocess.Popen[str]"]:
     """In a process group of its own, as a terminal starts it."""
     process = subprocess.Popen(
-        [*COMMAND, "--dir", "run", "--prompts", str(prompts)],
+        [*COMMAND, "--dir", "run", "--prompts", str(prompts), *options],
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -87,7 +91,7 @@ def test_small_run_passes_every_check_on_its_samples(
     report = json.loads((tmp_path / "run/report.json").read_text())
     failed = {check["name"] for check in report["checks"] if not check["passed"]}
     # Twelve short samples teach a drafter nothing that could be promised.
-    assert failed <= {"held-out loss 25% below untrained, and below uniform guessing"}, output
+    assert failed <= {LEARNED}, output
     assert report["trained"] == report["generated"] == report["prompts"] == 12
     assert report["evaluation"]["same_as_greedy"]
     assert "<svg" in (tmp_path / "run/report.html").read_text()
@@ -97,6 +101,22 @@ def test_small_run_passes_every_check_on_its_samples(
     again = subprocess.run(producer, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stderr
     assert "all 12 prompts are terminal: 12 trained" in again.stderr
+
+
+def test_second_consumer_takes_over_in_mid_run_and_every_check_still_holds(tmp_path: Path) -> None:
+    with started(tmp_path, prompts=16, options=["--swap", "--max-new-tokens", "24"]) as demo:
+        output, _ = demo.communicate(timeout=900)
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    failed = {check["name"] for check in report["checks"] if not check["passed"]}
+    assert failed <= {LEARNED}, output
+    assert report["trained"] == report["generated"] == report["prompts"] == 16
+    swap = report["swap"]
+    assert swap["steps_by_first"] + swap["steps_by_second"] == 16
+    assert min(swap["steps_by_first"], swap["steps_by_second"]) > 0
+    times = ("started", "takeover", "first_sample", "first_step")
+    assert [swap[f"{t}_seconds"] for t in times] == sorted(swap[f"{t}_seconds"] for t in times)
+    assert swap["during"]["tokens_per_second"] > 0
+    assert "another consumer took over" in (tmp_path / "run/consumer.log").read_text()
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
