@@ -149,7 +149,8 @@ class Fencing:
         attached = [member.name for member in self.members.values() if member.session]
         if attached:
             names = ", ".join(sorted(attached))
-            return f"member {names} of group {self.term.group!r} is attached"
+            who = f"member {names} of group {self.term.group!r} is attached"
+            return f"{who}; wait until it leaves, or take its place with --takeover"
         if self.members and all(member.left for member in self.members.values()):
             return ""
         since = max((m.gone_since for m in self.members.values()), default=self._began_at)

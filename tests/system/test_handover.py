@@ -140,7 +140,7 @@ def test_old_consumer_started_again_after_a_takeover_waits_and_says_for_whom(run
     assert run.ended(old)[0] == 3
     elsewhere = ("--set", "trainer.output_dir=elsewhere")
     restarted = run.start("consumer", *elsewhere, run_dir="restarted")
-    run.wait_for(restarted, "is attached")
+    run.wait_for(restarted, "is attached; wait until it leaves, or take its place with --takeover")
     restarted.terminate()
     code, output = run.ended(restarted)
     assert code == 0, output
