@@ -62,9 +62,11 @@ class Run:
         (directory / "consumer.toml").write_text(CONSUMER.format(address=self.address))
         self._started: list[subprocess.Popen[str]] = []
 
-    def start(self, name: str, *options: str, run_dir: str = "") -> "subprocess.Popen[str]":
+    def start(
+        self, name: str, *options: str, run_dir: str = "", **environment: str
+    ) -> "subprocess.Popen[str]":
         """run_dir: the command's name unless given, which is right for one process at a time."""
-        return self._start(name, "--run-dir", run_dir or name, *options)
+        return self._start(name, "--run-dir", run_dir or name, *options, **environment)
 
     def go_on(self) -> None:
         """For trainers that were told to `pause_after` some steps."""
@@ -73,12 +75,12 @@ class Run:
     def drain(self, *options: str) -> "subprocess.Popen[str]":
         return self._start("drain", *options)
 
-    def _start(self, name: str, *options: str) -> "subprocess.Popen[str]":
+    def _start(self, name: str, *options: str, **environment: str) -> "subprocess.Popen[str]":
         config = "producer.toml" if name == "producer" else "consumer.toml"
         process = subprocess.Popen(
             [Path(sys.executable).with_name("draftfeed"), name, "-c", config, *options],
             cwd=self.directory,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
