@@ -109,7 +109,7 @@ def _words(summary: dict[str, Any]) -> list[str]:
         f"  longest gap between steps, s      {summary['gap']}",
         f"           in the control           {summary['control_gap']}",
         f"  gap / control                     {gap}   {_bar(gap, '<=', GAP_BAR)}",
-        f"  new node: start to OPEN, s        {summary['start']}",
+        f"  new node: begin to OPEN, s        {summary['start']}",
         f"           OPEN to first sample, s  {first}   {first_bar}",
         f"  old node: ended after, s          {summary['stop']}, exit code {exits}",
         f"  samples lost {summary['lost']}, duplicated {summary['duplicated']}",

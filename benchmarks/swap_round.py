@@ -18,6 +18,9 @@ from timed_producer import read_steps
 
 HERE = Path(__file__).parent
 DRAFTFEED = (sys.executable, "-m", "draftfeed_deploy.cli")
+CHECKPOINT_STEPS = 11
+"""Not a divisor of the batches' 8 samples: what the old node has trained since its last checkpoint
+is there for the new one at once, which otherwise would have to wait for a batch to end."""
 END_SECONDS = 300.0
 POLL_SECONDS = 0.02
 
@@ -65,7 +68,7 @@ stall_seconds = 0.1
 function = "counting_trainer:train"
 output_dir = "checkpoints"
 [trainer.options]
-checkpoint_steps = 4
+checkpoint_steps = {checkpoint_steps}
 notes = "{name}/notes.jsonl"
 pause = "pause"
 """
@@ -113,7 +116,7 @@ class Round(NamedTuple):
     lost: int
     duplicated: int
     start_seconds: float = 0.0
-    """From its command until the new node opened the stream: its imports, mostly."""
+    """From the first command until the new node opened the stream: its imports, mostly."""
     first_sample_seconds: float = 0.0
     """From there until its trainer had a sample."""
     stop_seconds: float = 0.0
@@ -137,7 +140,7 @@ class Line:
         (directory / "producer.toml").write_text(engine + PRODUCER.format(address=address))
         for name in ("old", "new"):
             (directory / name).mkdir()
-            text = CONSUMER.format(address=address, name=name)
+            text = CONSUMER.format(address=address, name=name, checkpoint_steps=CHECKPOINT_STEPS)
             (directory / f"{name}.toml").write_text(text)
 
     def start_producer(self) -> "subprocess.Popen[bytes]":
