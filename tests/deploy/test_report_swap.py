@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from draftfeed_deploy.report import summary_lines
-from test_report import CHECKPOINT, ONCE, READABLE, TRAINED, WIRE, Run, failed
+from finished_run import CHECKPOINT, ONCE, READABLE, TRAINED, WIRE, Run, failed
 
 SWAP = "a second consumer took over in mid-run"
 
