@@ -19,6 +19,10 @@ HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
 """Heartbeats are answered by ZeroMQ's own thread: a trainer that compiles for minutes stays up."""
 LINGER_MS = 2_000
+NEVER_MS = 24 * 3600 * 1000
+"""Until ZeroMQ would reconnect: long after the link was closed. With -1 it ends the endpoint when
+the connection is cut, which drops what was not read yet, and aborts the process when that falls
+between two frames of a message (libzmq 4.3.5: "Assertion failed: !_more")."""
 _FRAME_SLACK_BYTES = 1 << 10
 
 
@@ -42,7 +46,7 @@ class Link:
         self._why = "nobody answers there"
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
-            (zmq.RECONNECT_IVL, -1),
+            (zmq.RECONNECT_IVL, NEVER_MS),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
             (zmq.MAXMSGSIZE, max(MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES + _FRAME_SLACK_BYTES)),
