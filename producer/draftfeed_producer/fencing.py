@@ -4,6 +4,7 @@ from draftfeed_producer.session import Member, Session
 from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import SampleId
+from draftfeed_proto.limits import MAX_TERM_STEP
 
 
 class Fencing:
@@ -30,6 +31,9 @@ class Fencing:
     def refusal(self, fence: m.Fence, now: float) -> m.Refused | None:
         """Why this fence cannot be granted now; None when it can."""
         term = self.term
+        if fence.term > self.number + MAX_TERM_STEP:
+            words = f"term {fence.term} after {self.number} is more than a group can have begun"
+            return self._refused("malformed", words)
         if term is None:
             return None if fence.leader else self._refused("held", "the leader comes first")
         if fence.group != term.group:

@@ -18,6 +18,7 @@ from draftfeed_proto.wire import Count, Name, pack, unpack
 VERSION = (1, 0)
 
 SampleBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_BYTES)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -45,7 +46,7 @@ class Fence(Message, frozen=True, kw_only=True, omit_defaults=False):
     """The training run."""
     member: Name
     """One rank of it."""
-    members: Annotated[int, msgspec.Meta(ge=1)] = 1
+    members: Positive = 1
     """How many the group has."""
     leader: bool = True
     """The member whose `Open` and `Commit` speak for the group; it begins terms."""
@@ -53,7 +54,7 @@ class Fence(Message, frozen=True, kw_only=True, omit_defaults=False):
     """Random, the same for all members that were started together: one life of the group."""
     process: Name
     """Random, one per process: a rank that was started again alone has lost what it trained."""
-    term: Annotated[int, msgspec.Meta(ge=1)]
+    term: Positive
     """The fencing number asked for."""
     takeover: bool = False
     """Take the stream from whoever holds it."""
