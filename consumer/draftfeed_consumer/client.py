@@ -244,7 +244,7 @@ class Client:
     def _say_goodbye(self, member: Membership) -> None:
         """And stay for a moment: a producer that finds us gone while it answers what we gave back
         would take us for lost, and never read the goodbye behind it."""
-        goodbyes = member.leave()
+        goodbyes = member.leave(self._failed)
         for say in goodbyes:
             self._say(say)
         deadline = time.monotonic() + (GOODBYE_SECONDS if goodbyes else 0.0)
@@ -337,9 +337,11 @@ class Client:
                     self._say(action)
                 case Deliver():
                     self._take(action.sample)
-                case Drop() | Leave():
-                    reason = action.reason if isinstance(action, Drop) else "it is done"
-                    self._drop(self._lines[action.address], reason)
+                case Drop():
+                    self._drop(self._lines[action.address], action.reason)
+                case Leave():
+                    logger.info("left %s", action.address)
+                    self._lines[action.address].drop("it is done", time.monotonic())
                 case Closing():
                     reason = action.reason
                     self._drop(self._lines[action.address], reason, closing=True)

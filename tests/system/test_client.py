@@ -1,5 +1,6 @@
 """What a consumer makes of producers that are down, leave at once, or do not say what they are."""
 
+import logging
 import os
 import signal
 import socket
@@ -198,6 +199,33 @@ def test_trainer_that_waits_at_a_full_spool_makes_a_checkpoint(peer: Peer) -> No
         trainer.join(20)
         assert not trainer.is_alive()
     assert len(saved) == 1
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_trainer_that_dies_over_a_sample_says_so_as_it_leaves(peer: Peer, failed: bool) -> None:
+    """A sample that is there whenever a trainer dies could not be told from others."""
+    with consuming(peer.address) as stream:
+        peer.expect(m.Fence)
+        peer.say(granted())
+        assert stream.descriptor == DESCRIPTOR
+        stream.close(failed=failed)
+        bye = peer.expect(m.Bye)
+        assert isinstance(bye, m.Bye)
+        assert bye.failed is failed
+
+
+def test_end_of_a_run_is_no_warning(peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "draftfeed_consumer"), consuming(peer.address) as stream:
+        peer.expect(m.Fence)
+        peer.say(granted())
+        assert stream.descriptor == DESCRIPTOR
+        peer.say(m.EndOfSamples(**HERE))
+        peer.say(m.AllTerminal(**HERE))
+        assert stream.wait_committed(10)
+        peer.expect(m.Bye)
+    messages = {record.levelname: record.getMessage() for record in caplog.records}
+    assert messages["INFO"].startswith("left tcp:")
+    assert "WARNING" not in messages
 
 
 def test_drained_stream_ends_and_gives_back_what_was_not_seen(tmp_path: Path) -> None:
