@@ -3,7 +3,7 @@
 from typing import Any
 
 from draftfeed_consumer.actions import Attach
-from model_group import Group
+from model_group import Checkpoint, Group
 from model_link import Link
 from model_producer import Producer
 
@@ -19,6 +19,8 @@ class Faults:
     producers: list[Producer]
     groups: list[Group]
     links: dict[bytes, Link]
+    disk: list[Checkpoint]
+    rolling_back: str
 
     def begin(self, attach: Attach) -> None:
         raise NotImplementedError
@@ -44,7 +46,7 @@ class Faults:
                     found.append((("fill", k), mine))
                 if not all(producer.records.values()):
                     found.append((("lose_power", k), mine))
-                if producer.control.term is not None:
+                if producer.control.term is not None and len(self.groups) == 1:
                     found += [(("lose_spool", k, said), None) for said in (True, False)]
         for link in self.links.values():
             if not link.cut and link.member_open and link.producer_open:
@@ -68,7 +70,10 @@ class Faults:
         between = not any(rank.at_work for rank in group.ranks)
         if group.training and between and not group.draining:
             found.append((("drain", life), None))
-        if group.training and len(self.groups) == 1:
+        # A spool that is lost takes the memory of who was replaced along: nobody takes over
+        # before the run has attached to the new one.
+        fenced = all(producer.control.term for producer in self.producers)
+        if group.training and len(self.groups) == 1 and fenced:
             found.append((("take_over",), None))
             found += [(("roll_back", life, how), None) for how in ("deliver", "regenerate")]
         return found
@@ -116,8 +121,11 @@ class Faults:
         self.begin(Attach(takeover=True))
 
     def roll_back(self, life: int, how: str) -> None:
-        """The run is started again from the oldest checkpoint there is."""
+        """The run is started again from the oldest checkpoint there is. The newer one is deleted:
+        who started from it later would be refused."""
         self.bury(life)
+        self.disk = self.disk[:-1]
+        self.rolling_back = how
         self.begin(Attach(rollback=how))  # type: ignore[arg-type]
 
     def _disconnect(self, number: int, *, lost: bool) -> None:

@@ -4,13 +4,15 @@ From every quiet state (nothing on its way, nothing to be found out) every choic
 the trainer and the network is taken, as long as faults are left. In between, what is on its way
 arrives in one order, and a fault can come after every single arrival that touched what the fault
 concerns: moving it past an arrival elsewhere would give the same state. Orders of arrival that
-differ on two links are reached by stalling a link, which is a fault.
+differ on two links are reached by stalling a link, which is a fault; or by `orders`, which takes
+every order, and lets every fault strike after every step.
 
 When no faults are left, one fair run goes on from where the last one struck, and must reach the
-end. Every quiet state is checked, and known by its key, so that none is explored twice with as many
-faults left.
+end. States are checked, and known by their key, so that none is explored twice with as many faults
+left.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,13 +27,15 @@ Path = tuple[Any, ...] | None
 """The last step and the path before it: paths share their beginnings."""
 ENDLESS_STEPS = 5000
 """Between two quiet states."""
+DEEPEST = 20_000
+"""Calls inside each other: three for each way that is left."""
 
 
 class Found(NamedTuple):
     """What a search went through."""
 
     states: int
-    """Quiet ones, different in their key or in how many faults were left."""
+    """Different in their key or in how many faults were left; quiet ones, unless `orders`."""
     steps: int
     faults: Counter[str]
 
@@ -50,19 +54,22 @@ class Search:
         *,
         kinds: frozenset[str] | None = None,
         choose: bool = True,
+        orders: bool = False,
         limit_states: int | None = None,
     ) -> None:
         """kinds: of faults; None = all. choose: take every choice of engine and trainer, else only
-        the first. limit_states: stop there."""
+        the first. orders: let what is on its way arrive in every order, and faults strike after
+        every step. limit_states: stop there."""
         self._scope, self._faults, self._kinds = scope, faults, kinds
-        self._choose, self._limit = choose, limit_states
+        self._choose, self._orders, self._limit = choose, orders, limit_states
         self._next: dict[bytes, bytes | None] = {}
-        """From each quiet state to the one after it, when nobody chooses; None: the end."""
+        """From each state to the one after it, when nobody chooses; None: the end."""
         self._paths: dict[bytes, Path] = {}
         self._steps = 0
         self._struck: Counter[str] = Counter()
 
     def run(self) -> Found:
+        sys.setrecursionlimit(max(DEEPEST, sys.getrecursionlimit()))
         self._explore(World(self._scope), self._faults, None)
         self._check_ends()
         return Found(len(self._next), self._steps, self._struck)
@@ -84,8 +91,9 @@ class Search:
         busy = 0
         while True:
             urgent = world.urgent()
-            options = urgent or self._choices(world, path)
-            if not urgent:
+            options = urgent or world.choices()
+            if self._orders or not urgent:
+                self._checked(check_state, world, path)
                 here = key(world) + bytes([faults])
                 if before is not None:
                     self._next[before] = here
@@ -97,8 +105,7 @@ class Search:
             if self._limit is not None and len(self._next) >= self._limit:
                 self._next[before or b""] = None
                 return
-            if faults:
-                self._branch(world, faults, path, [] if urgent else options[1:])
+            self._branch(world, faults, path, self._others(faults, urgent, options))
             if not options:
                 self._checked(check_end, world, path)
                 return
@@ -107,20 +114,23 @@ class Search:
                 raise Violation(self._told("it goes on for ever", path))
             path = self._take(world, options[0], path)
 
-    def _choices(self, world: World, path: Path) -> list[Step]:
-        self._checked(check_state, world, path)
-        return world.choices()
+    def _others(self, faults: int, urgent: list[Step], options: list[Step]) -> list[Step]:
+        """What else may happen next, and is searched."""
+        if urgent:
+            return urgent[1:] if self._orders else []
+        return options[1:] if self._choose and faults else []
 
-    def _branch(self, world: World, faults: int, path: Path, others: list[Step]) -> None:
-        quiet = not world.urgent()
-        strikes = [
+    def _strikes(self, world: World) -> list[Step]:
+        everywhere = self._orders or not world.urgent()
+        return [
             step
             for step, concerns in world.faults()
             if (self._kinds is None or step[0] in self._kinds)
-            and (quiet or (concerns is not None and concerns & world.touched))
+            and (everywhere or (concerns is not None and concerns & world.touched))
         ]
-        if not self._choose:
-            others = []
+
+    def _branch(self, world: World, faults: int, path: Path, others: list[Step]) -> None:
+        strikes = self._strikes(world) if faults else []
         if not strikes and not others:
             return
         saved = snapshot(world)

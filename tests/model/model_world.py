@@ -53,6 +53,8 @@ class World(Faults):
             producer.start(self.now)
         self.disk: list[Checkpoint] = []
         """Durable checkpoints that are kept, oldest first."""
+        self.rolling_back = ""
+        """How, until every producer has accepted it."""
         self.lives = 0
         self.groups: list[Group] = []
         self.ticked = False
@@ -106,7 +108,16 @@ class World(Faults):
         data, frame = link.down.popleft()
         rank.received(address(link.producer), data, frame)
         self._touch_rank(rank)
-        check_refusal(self._group(link.life), rank)
+        self._settle_rollback(self._group(link.life), rank)
+
+    def _settle_rollback(self, group: Group, rank: Rank) -> None:
+        """It is over when all have accepted it. When samples are no longer there, which is said by
+        name, they are asked for in the next life."""
+        check_refusal(group, rank)
+        if rank.failure is not None and rank.failure[0] == "rollback":
+            self.rolling_back = "regenerate"
+        if group.attach.rollback and all(peer.opened for peer in group.ranks[0].membership.peers):
+            self.rolling_back = ""
 
     def notice_up(self, sender: bytes) -> None:
         link = self.links[sender]
@@ -126,7 +137,7 @@ class World(Faults):
     def launch(self, life: int) -> None:
         """The leader has the stream: the checkpoint is loaded, and the other ranks attach."""
         group = self._group(life)
-        group.load(self._to_load(group))
+        group.load(self.disk[-1] if self.disk else SCRATCH)
         for rank in group.ranks:
             self._touch_rank(rank)
 
@@ -220,7 +231,7 @@ class World(Faults):
         self._touch_producer(number)
 
     def begin_again(self) -> None:
-        self.begin(Attach())
+        self.begin(Attach(rollback=self.rolling_back))  # type: ignore[arg-type]
 
     def begin(self, attach: Attach) -> None:
         self.lives += 1
@@ -280,13 +291,6 @@ class World(Faults):
         return all(p.delivery is not None and p.delivery.all_terminal for p in self.producers)
 
     # inner
-
-    def _to_load(self, group: Group) -> Checkpoint:
-        if not self.disk:
-            return SCRATCH
-        if group.attach.rollback:
-            return self.disk[0] if len(self.disk) > 1 else SCRATCH
-        return self.disk[-1]
 
     def _apart(self) -> list[tuple[Rank, int]]:
         return [

@@ -4,8 +4,9 @@ and a dozen faults, in any order of arrival. A failure prints the steps and what
 
 import logging
 import os
+from collections.abc import Callable
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,6 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from model_faults import Step
+from model_link import Violation
 from model_promise import check_end, check_state
 from model_world import Scope, World
 
@@ -41,6 +44,11 @@ class Model(RuleBasedStateMachine):
         super().__init__()
         logging.disable(logging.CRITICAL)
         self.faults = 0
+        self.path: list[Step] = []
+
+    def do(self, step: Step) -> None:
+        self.path.append(step)
+        self.world.do(step)
 
     @initialize(scope=scopes)
     def begin(self, scope: Scope) -> None:
@@ -51,21 +59,21 @@ class Model(RuleBasedStateMachine):
     def arrive(self, which: int) -> None:
         """Out of order, as far as links keep theirs."""
         steps = self.world.urgent()
-        self.world.do(steps[which % len(steps)])
+        self.do(steps[which % len(steps)])
 
     @precondition(lambda self: self.world.choices())
     @rule(which=anything)
     def work(self, which: int) -> None:
         """Though something may be on its way."""
         steps = self.world.choices()
-        self.world.do(steps[which % len(steps)])
+        self.do(steps[which % len(steps)])
 
     @precondition(lambda self: self.world.trainer_choices())
     @rule(which=anything)
     def train_otherwise(self, which: int) -> None:
         """Take a sample and keep it, or refuse it."""
         steps = self.world.trainer_choices()
-        self.world.do(steps[which % len(steps)])
+        self.do(steps[which % len(steps)])
 
     @rule(steps=st.integers(1, 40))
     def go_on(self, steps: int) -> None:
@@ -79,17 +87,24 @@ class Model(RuleBasedStateMachine):
     def fail(self, which: int) -> None:
         steps = [step for step, _ in self.world.faults()]
         self.faults += 1
-        self.world.do(steps[which % len(steps)])
+        self.do(steps[which % len(steps)])
 
     @invariant()
     def nothing_is_lost_or_trained_twice(self) -> None:
         if hasattr(self, "world"):
-            check_state(self.world)
+            self.told(check_state)
+
+    def told(self, check: Callable[[World], None]) -> None:
+        try:
+            check(self.world)
+        except Violation:
+            note("\n".join([f"after, in {self.world.scope}:", *map(str, self.path)]))
+            raise
 
     def fair_step(self) -> bool:
         steps = self.world.urgent() or self.world.choices()
         if steps:
-            self.world.do(steps[0])
+            self.do(steps[0])
         return bool(steps)
 
     def teardown(self) -> None:
@@ -97,8 +112,8 @@ class Model(RuleBasedStateMachine):
         if hasattr(self, "world"):
             for _ in range(FAIR_STEPS):
                 if not self.fair_step():
-                    check_state(self.world)
-                    check_end(self.world)
+                    self.told(check_state)
+                    self.told(check_end)
                     break
             else:
                 raise AssertionError("it goes on for ever")
