@@ -1,6 +1,6 @@
 """What the group's checkpoints contain: the last commit, and what may follow it. No I/O."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from draftfeed_producer.session import StoreCommit
 from draftfeed_proto import messages as m
@@ -18,11 +18,17 @@ class Authority:
     """The restored checkpoint says what is trained, the producer what still exists; the two are
     never united. `committed` holds ids of this producer's shards only."""
 
-    def __init__(self, committed: IdSet, key: tuple[int, int], header_of: HeaderOf) -> None:
+    def __init__(
+        self,
+        committed: IdSet,
+        key: tuple[int, int],
+        header_of: HeaderOf,
+        tombstones: Mapping[SampleId, str],
+    ) -> None:
         self.committed = committed.copy()
         self.key = key
         """(term, number) of the checkpoint: tells a commit from one that came twice."""
-        self._header_of = header_of
+        self._header_of, self._tombstones = header_of, tombstones
 
     def refusal(self, opening: m.Open, trained: IdSet) -> m.Refused | None:
         """Whether the checkpoint that a leader loaded went back behind the last commit."""
@@ -35,8 +41,11 @@ class Authority:
         return _freed_refusal(gone) if gone else None
 
     def lost(self, forgotten: IdSet) -> tuple[list[SampleHeader], list[SampleId]]:
-        """(those whose records still exist, those that are gone)"""
-        found = {id: self._header_of(id) for id in forgotten}
+        """(those whose records still exist, those that are gone)
+
+        One that was trained in this line of checkpoints may have ended otherwise in another: it
+        comes no more, and is not missed."""
+        found = {id: self._header_of(id) for id in forgotten if id not in self._tombstones}
         there = [header for header in found.values() if header is not None]
         return there, [id for id, header in found.items() if header is None]
 

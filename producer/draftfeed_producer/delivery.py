@@ -60,13 +60,12 @@ class Delivery:
     ) -> None:
         """prompts: those of the shards; max_sample_bytes: decoded, 0 = not known."""
         self.descriptor, self.shards, self.prompts = descriptor, shards, prompts
-        self.authority = Authority(
-            stored.committed, (stored.commit_term, stored.commit_number), stored.header_of
-        )
+        self.tombstones = dict(stored.tombstones)
+        key = (stored.commit_term, stored.commit_number)
+        self.authority = Authority(stored.committed, key, stored.header_of, self.tombstones)
         self.fencing = Fencing(stored.term, session_timeout_seconds, now)
         self.stock = Stock()
         self._out = Distribution(self.stock, self.fencing)
-        self.tombstones = dict(stored.tombstones)
         self.regenerated = stored.regenerated.copy()
         self.skipped = IdSet()
         self.ledger_known = False

@@ -144,3 +144,21 @@ def test_what_a_checkpoint_has_is_not_generated_again() -> None:
     delivery.verified(id_of(0), False)
     actions = Member(delivery, BOB, term=2).attach(ids(0), ledger_term=1, ledger_number=1)
     assert "AllTerminal" in names(actions)
+
+
+@pytest.mark.parametrize("how", ["deliver", "regenerate"])
+def test_a_rollback_does_not_miss_what_was_rejected_in_the_line_gone_back_to(how: str) -> None:
+    """Trained in one line of checkpoints, rejected in another: nobody would generate it again,
+    and the end would wait for it."""
+    delivery = producer(
+        samples=0,
+        prompts=2,
+        committed=ids(0, 1),
+        commit_term=3,
+        commit_number=5,
+        tombstones={id_of(0): "rejected"},
+    )
+    opening = {"rollback": how, "ledger_term": 3, "ledger_number": 4}
+    actions = leader(delivery).attach(ids(1), **opening)
+    assert names(actions) == ["StoreCommit", "Opened"]
+    assert names(delivery.finish()) == ["EndOfSamples", "AllTerminal"]
