@@ -21,7 +21,8 @@ from draftfeed_consumer.ledger import LedgerState, union
 WAIT_TIMEOUT = timedelta(days=7)
 """Of a collective. Ranks wait for a producer for as long as it takes; one that died is noticed at
 once by its connection."""
-POLL_SECONDS = 0.02
+POLL_SECONDS = (0.000_5, 0.02)
+"""Between two looks at a collective: at first, and when it takes long."""
 
 
 class Life(msgspec.Struct, frozen=True):
@@ -96,7 +97,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """Every rank has come as far."""
-        dist.barrier(group=self._group)
+        _wait_for(dist.barrier(group=self._group, async_op=True))
 
     def agree(
         self,
@@ -119,33 +120,40 @@ class Ranks:
 
     def _any(self, flags: list[bool]) -> list[bool]:
         votes = torch.tensor(flags, dtype=torch.int64)
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group)
+        _wait_for(dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group, async_op=True))
         return [bool(vote) for vote in votes]
 
     def _broadcast(self, life: Life | None, given_up: Callable[[], bool]) -> Life:
         data = msgspec.json.encode(life) if self.leader else b""
         size = torch.tensor([len(data)])
-        self._wait_for(dist.broadcast(size, 0, group=self._group, async_op=True), given_up)
+        _wait_for(dist.broadcast(size, 0, group=self._group, async_op=True), given_up)
         buffer = bytearray(data or bytes(int(size)))
         payload = torch.frombuffer(buffer, dtype=torch.uint8)
-        self._wait_for(dist.broadcast(payload, 0, group=self._group, async_op=True), given_up)
+        _wait_for(dist.broadcast(payload, 0, group=self._group, async_op=True), given_up)
         return msgspec.json.decode(buffer, type=Life)
-
-    def _wait_for(self, work: dist.Work | None, given_up: Callable[[], bool]) -> None:
-        """In steps, so that a signal is heard."""
-        assert work is not None
-        while not work.is_completed():
-            if given_up():
-                raise StreamClosed
-            time.sleep(POLL_SECONDS)
-        work.wait()
 
     def _gather(self, state: LedgerState) -> list[bytes]:
         data = msgspec.json.encode(state)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        own_size = torch.tensor([len(data)])
+        _wait_for(dist.all_gather(sizes, own_size, group=self._group, async_op=True))
         longest = int(max(sizes))
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-        dist.all_gather(parts, padded, group=self._group)
+        _wait_for(dist.all_gather(parts, padded, group=self._group, async_op=True))
         return [bytes(part.numpy()[: int(n)]) for part, n in zip(parts, sizes, strict=True)]
+
+
+def _wait_for(work: dist.Work | None, given_up: Callable[[], bool] = lambda: False) -> None:
+    """In steps, so that a signal is heard: a rank may wait for one that never comes.
+
+    Raises StreamClosed when given up, and RuntimeError when a rank has died.
+    """
+    assert work is not None
+    pause_seconds, longest = POLL_SECONDS
+    while not work.is_completed():
+        if given_up():
+            raise StreamClosed
+        time.sleep(pause_seconds)
+        pause_seconds = min(2 * pause_seconds, longest)
+    work.wait()

@@ -5,6 +5,7 @@ Prints what it saw, as one line of JSON.
 
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 
@@ -76,6 +77,22 @@ def dies(ranks: Ranks) -> object:
         ranks.agree(True)
     except RuntimeError as error:
         return type(error).__name__
+    return "nothing"
+
+
+def interrupted(ranks: Ranks) -> object:
+    """Rank 1 never comes; rank 0 is told to stop meanwhile."""
+    if ranks.rank == 1:
+        try:
+            dist.barrier()  # until rank 0 is gone
+        except RuntimeError:
+            return "left alone"
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        ranks.agree(True)
+    except KeyboardInterrupt:
+        return "interrupted"
     return "nothing"
 
 

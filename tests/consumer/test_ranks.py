@@ -80,6 +80,11 @@ def test_rank_that_died_is_noticed_by_the_others() -> None:
     assert first != "nothing"
 
 
+def test_rank_that_waits_for_another_can_be_interrupted() -> None:
+    """It could wait for days, in code that no signal handler interrupts."""
+    assert both("interrupted") == ["interrupted", "left alone"]
+
+
 def test_single_process_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert Ranks.from_environment() is None
