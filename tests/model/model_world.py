@@ -287,8 +287,9 @@ class World(Faults):
     @property
     def over(self) -> bool:
         """Every prompt is terminal. A run that has left before is started again, when the spool of
-        a producer was lost after that."""
-        return all(p.delivery is not None and p.delivery.all_terminal for p in self.producers)
+        a producer was lost after that, or a rollback is not yet known to all."""
+        ended = all(p.delivery is not None and p.delivery.all_terminal for p in self.producers)
+        return ended and not self.rolling_back
 
     # inner
 
