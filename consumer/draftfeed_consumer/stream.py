@@ -284,8 +284,11 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         """The producer's disk fills up; a checkpoint at the next step boundary frees some of it.
 
         A trainer that only saves at the end may ignore it, if the spool's quota holds everything.
+        Not while a checkpoint would hold nothing new and there are samples here to train first.
         """
-        return self._client.checkpoint_wanted.is_set()
+        if not self._client.checkpoint_wanted.is_set():
+            return False
+        return self._ledger.uncommitted or not self._buffer.statistics().ready
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint made now must hold. Plain values; take it at a step boundary.

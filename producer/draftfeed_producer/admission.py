@@ -108,7 +108,6 @@ class Admission:
             logger.error("the control log cannot be written (%s); trying again", error)
             self._stopped.wait(pause_seconds)
             return False
-        self._server.settled(again)
         logger.warning("%d samples of lost shards are generated again", len(again))
         self._server.settled(again)
         return True

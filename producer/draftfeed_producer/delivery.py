@@ -150,21 +150,14 @@ class Delivery:
         sessions = [member.session for member in self.fencing.attached.values()]
         return [self._out.send(s, m.Closing, reason=reason) for s in sessions if s is not None]
 
-    def short_of_space(self, worth_bytes: float, *, frees_at_once: bool) -> list[Action]:
-        """The spool fills up: ask for a checkpoint, once for each commit, and only when one would
-        cover so many encoded bytes: a spool at its quota must not mean one after every step.
-
-        frees_at_once: generation is paused, and one more checkpoint would delete samples that the
-        last one has already. Then there is nothing to wait for.
-        """
-        trained = self.fencing.received - self.fencing.at_work  # or about to be taken
-        covered_bytes = sum(self.stock[id].encoded_bytes for id in trained)
-        if covered_bytes < worth_bytes and not frees_at_once:
-            return []
-        fresh = [s for s in self.fencing.live if s.asked_at != self.authority.key]
-        for session in fresh:
-            session.asked_at = self.authority.key
-        return [self._out.send(session, m.CheckpointWanted) for session in fresh]
+    def short_of_space(
+        self, worth_bytes: float, *, kept_bytes: int = 0, paused: bool = False
+    ) -> list[Action]:
+        """Ask for a checkpoint when one is worth it: see `Distribution.checkpoint_requests`."""
+        asked = self._out.checkpoint_requests(
+            self.authority.key, worth_bytes, kept_bytes=kept_bytes, paused=paused
+        )
+        return list(asked)
 
     # events of the wire
 
@@ -315,6 +308,7 @@ class Delivery:
                 return self._tombstone(message.id, message.state, message.reason)
             case m.AtWork():
                 member.at_work = member.received & set(message.ids)
+                member.taken |= member.at_work
             case m.Release():
                 back = member.leased & set(message.ids)
                 member.drop(back)

@@ -28,6 +28,12 @@ class Distribution:
         return self.generation_done and not len(self.stock) and not self.regenerating
 
     @property
+    def idle(self) -> bool:
+        """There is nothing that a member could get now."""
+        pending = any(member.pending for member in self.fencing.members.values())
+        return not self.stock.waiting and not pending
+
+    @property
     def starved_of_credit(self) -> bool:
         """Samples are there, a member is attached, and it has no room for them."""
         return any(session.offered or session.granted for session in self.fencing.live)
@@ -92,7 +98,7 @@ class Distribution:
         known = self.fencing.complete or (self.fencing.resumed and self.all_terminal)
         if not self.generation_done or not known or self.regenerating:
             return []
-        if self.stock.waiting or any(one.pending for one in self.fencing.members.values()):
+        if not self.idle:
             return []
         ended: list[Action] = []
         for session in self.fencing.live:
@@ -103,6 +109,37 @@ class Distribution:
                 session.all_terminal_sent = True
                 ended.append(self.send(session, m.AllTerminal))
         return ended
+
+    # space
+
+    def checkpoint_requests(
+        self, last_commit: tuple[int, int], worth_bytes: float, *, kept_bytes: int, paused: bool
+    ) -> Iterator[Action]:
+        """The spool fills up: once for each commit, and only when a checkpoint would cover or
+        delete `worth_bytes` (encoded). Where the trainer is slower than generation the spool is
+        always at its quota, and that must not mean a checkpoint after every step. A trainer that
+        can get nothing more is not waited for.
+
+        kept_bytes: of samples that the last checkpoint has, and one more would delete. paused:
+        generation is.
+        """
+        fresh = [session for session in self.fencing.live if session.asked_at != last_commit]
+        if not fresh:
+            return
+        stuck = paused and self.idle
+        gain_bytes = max(kept_bytes, self._covered_bytes(at_most=stuck))
+        if gain_bytes < (1 if stuck else worth_bytes):
+            return
+        for session in fresh:
+            session.asked_at = last_commit
+            yield self.send(session, m.CheckpointWanted)
+
+    def _covered_bytes(self, *, at_most: bool) -> int:
+        """Encoded, of samples that a checkpoint made now would cover. `at_most`: with those that a
+        step may have used before we heard that they were at work."""
+        trained = (self.fencing.received if at_most else self.fencing.taken) - self.fencing.at_work
+        # Without those that the group still has of a spool that was lost.
+        return sum(self.stock[id].encoded_bytes for id in trained if id in self.stock)
 
     # bookkeeping
 

@@ -113,6 +113,11 @@ class Fencing:
         return set[SampleId]().union(*(member.received for member in members))
 
     @property
+    def taken(self) -> set[SampleId]:
+        members = list(self.members.values())
+        return set[SampleId]().union(*(member.taken for member in members))
+
+    @property
     def at_work(self) -> set[SampleId]:
         members = list(self.members.values())
         return set[SampleId]().union(*(member.at_work for member in members))

@@ -329,11 +329,14 @@ class Server:
     def _look_after_disk(self) -> None:
         self._spool.sync_when_due()
         self._judge_interval()
-        paused = bool(self._spool.alarm)
-        if paused or self._spool.fill > CHECKPOINT_FILL:
-            worth_bytes = 1 if paused else self._spool.checkpoint_bytes
-            frees = paused and self._spool.awaits_checkpoint
-            self._perform(self._delivery.short_of_space(worth_bytes, frees_at_once=frees))
+        spool, paused = self._spool, bool(self._spool.alarm)
+        if paused or spool.fill > CHECKPOINT_FILL:
+            kept_bytes = spool.kept_bytes if paused else 0
+            self._perform(
+                self._delivery.short_of_space(
+                    spool.checkpoint_bytes, kept_bytes=kept_bytes, paused=paused
+                )
+            )
 
     def _judge_interval(self) -> None:
         """Once for each that a leader states."""

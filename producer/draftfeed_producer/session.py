@@ -122,6 +122,8 @@ class Member:
         """Sent whole, or claimed as held when it attached: what it can have trained."""
         self.at_work: set[SampleId] = set()
         """What its trainer has taken and not yet trained."""
+        self.taken: set[SampleId] = set()
+        """What has been at work by now: trained, unless it is at work still."""
         self.suspects: set[SampleId] = set()
         """What it was at work on when it failed and left."""
 
@@ -137,7 +139,7 @@ class Member:
         return bool(cut_off) or (self.session is not None and self.session.pending)
 
     def drop(self, ids: set[SampleId]) -> None:
-        for mine in (self.leased, self.received, self.at_work):
+        for mine in (self.leased, self.received, self.at_work, self.taken):
             mine -= ids
         if self.session is not None:
             self.session.drop(ids)

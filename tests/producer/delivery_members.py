@@ -123,6 +123,11 @@ class Member:
         self.grant(*ordinals)
         assert self.receive() == list(ordinals)
 
+    def train(self, *ordinals: int) -> None:
+        self.take(*ordinals)
+        self.say(m.AtWork, ids=list(map(id_of, ordinals)))
+        self.say(m.AtWork, ids=[])
+
     def commit(self, number: int, *ordinals: int, **session: Any) -> list[Action]:
         return self.say(m.Commit, number=number, trained=ids(*ordinals).to_wire(), **session)
 

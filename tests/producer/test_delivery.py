@@ -325,28 +325,6 @@ def test_a_commit_after_a_restart_covers_a_rank_that_is_not_back_yet() -> None:
     assert names(leader.commit(1, 2)) == ["StoreCommit", "Committed"]
 
 
-# the space
-
-
-def test_checkpoint_is_asked_for_once_for_each_commit(delivery: Delivery) -> None:
-    assert delivery.short_of_space(0, frees_at_once=False) == []
-    member = Member(delivery)
-    member.attach()
-    member.take(0, 1)
-    assert names(delivery.short_of_space(1, frees_at_once=False)) == ["CheckpointWanted"]
-    assert delivery.short_of_space(1, frees_at_once=False) == []
-    member.commit(1, 0)
-    assert delivery.short_of_space(1 << 20, frees_at_once=False) == []  # too little to be worth one
-    assert names(delivery.short_of_space(1, frees_at_once=False)) == ["CheckpointWanted"]
-
-
-def test_a_paused_generation_asks_for_a_checkpoint_however_little_it_covers(
-    delivery: Delivery, member: Member
-) -> None:
-    assert member.granted
-    assert names(delivery.short_of_space(1 << 40, frees_at_once=True)) == ["CheckpointWanted"]
-
-
 def test_thousands_of_granted_samples_that_became_terminal_are_passed_over() -> None:
     delivery = producer(1500)
     member = Member(delivery)

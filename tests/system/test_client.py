@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from draftfeed_consumer.actions import Attach
+from draftfeed_consumer.buffer import BufferConfig
 from draftfeed_consumer.errors import Fenced, StreamClosed, StreamRefused
 from draftfeed_consumer.link import Link
 from draftfeed_proto import messages as m
@@ -162,6 +163,33 @@ def test_consumer_that_is_replaced_stops_with_an_error_of_its_own(peer: Peer) ->
         peer.say(m.Refused(code="fenced", reason="term 2 was granted to another", term=2))
         with pytest.raises(Fenced, match="term 2 was granted"):
             next(iter(stream))
+
+
+def test_checkpoint_that_would_hold_nothing_new_waits_for_the_samples_that_are_here(
+    peer: Peer,
+) -> None:
+    """A full spool asks after each commit: a trainer whose window fills would make several a
+    second."""
+    window = BufferConfig(window_samples=2, stall_seconds=3600)
+    with consuming(peer.address, buffer=window) as stream:
+        peer.expect(m.Fence)
+        peer.say(granted())
+        items = iter(stream)
+        trainer = threading.Thread(target=lambda: stream.trained([next(items)["id"]], 1))
+        trainer.start()
+        peer.expect(m.Open)
+        peer.say(m.CheckpointWanted(**HERE))
+        eventually(lambda: stream.checkpoint_wanted, "nothing is here to be trained first")
+        for ordinal in range(2):
+            peer.say(m.Offer(**HERE, samples=[(sample(ordinal).id, 15_565)]))
+            peer.expect(m.Grant)
+            peer.send(sample(ordinal))
+            if ordinal == 0:
+                eventually(lambda: stream.statistics().buffer.ready == 1, "one is here")
+                assert not stream.checkpoint_wanted
+        trainer.join(20)
+        assert not trainer.is_alive()
+        assert stream.checkpoint_wanted
 
 
 def test_trainer_that_waits_at_a_full_spool_makes_a_checkpoint(peer: Peer) -> None:

@@ -58,6 +58,8 @@ class Spool:
         self._codec = codecs.by_name(config.codec)
         self._space = Space(config)
         self._committed = IdSet()
+        self._kept_bytes: int | None = None
+        """None: to be counted anew. It takes long, and is asked for often."""
         self._recording = threading.Lock()
         """Held while a record is written to the control log."""
         segment_bytes = min(config.segment_bytes, config.quota_bytes // 8)
@@ -151,6 +153,7 @@ class Spool:
             gone = lost - self._present() if lost else lost
             self._store(Commit(number, trained.to_wire(), term, rollback, gone.to_wire()))
             self._committed = trained.copy()
+            self._kept_bytes = None
         self._free()
 
     def tombstone(self, id: SampleId, state: str, reason: str) -> None:
@@ -241,9 +244,14 @@ class Spool:
         return self._samples.used_bytes / self._capacity()
 
     @property
-    def awaits_checkpoint(self) -> bool:
-        """Whether samples are kept only because an older checkpoint may still be restored."""
-        return bool((self._committed - self._state.freeable).to_wire())
+    def kept_bytes(self) -> int:
+        """Encoded, of samples that are kept only because an older checkpoint may still be
+        restored."""
+        if self._kept_bytes is None:
+            kept = self._committed - self._state.freeable
+            headers = [record.header for record in self._samples.records()]
+            self._kept_bytes = sum(one.encoded_bytes for one in headers if one.id in kept)
+        return self._kept_bytes
 
     def shortage(self, checkpoint_samples: int) -> str:
         """Why the spool is too small for checkpoints that lie so many samples apart; empty when it
@@ -332,6 +340,7 @@ class Spool:
             done = self._samples.release(
                 lambda id: id in gone or id in self._state.tombstones, short=not self._has_room()
             )
+        self._kept_bytes = None if done else self._kept_bytes
         self._samples.discard(done)
 
     def _has_room(self) -> bool:
