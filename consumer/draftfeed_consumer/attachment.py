@@ -169,7 +169,7 @@ class Attachment:
 
     def _fenced(self, peer: Peer, refused: m.Refused) -> list[Action]:
         if peer.given:
-            if refused.term > peer.term:
+            if refused.term >= peer.term:  # equal: its spool was lost, and another got the term
                 return [Fail(Fenced(peer.address, refused.reason, refused.term))]
             return [self._drop(peer, refused.reason)]
         if self._begun:

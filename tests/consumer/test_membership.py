@@ -97,12 +97,14 @@ def test_member_that_is_told_of_a_higher_term_after_its_grant_stops_everywhere()
     assert (error.address, error.term) == (B, 2)
 
 
-def test_member_that_was_cut_off_and_replaced_hears_it_when_it_comes_back() -> None:
+@pytest.mark.parametrize("term", [2, 1])
+def test_member_that_was_cut_off_and_replaced_hears_it_when_it_comes_back(term: int) -> None:
+    """With its own term too: that producer lost its spool, and another process got the term."""
     bench = Bench()
     bench.begin()
     bench.cut(A)
     bench.link(A)
-    bench.refuse(A, "fenced", term=2)
+    bench.refuse(A, "fenced", term=term)
     assert isinstance(bench.failure, Fenced)
 
 
