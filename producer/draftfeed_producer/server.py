@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 POLL_MS = 200
 RETRY_MS = 5
+MESSAGES_AT_ONCE = 64
+"""Read before others are sent to: whoever never stops asking must not keep samples from them."""
 PING_SECONDS = 1.0
 """A ROUTER learns that a peer is gone when it sends to it."""
 MAX_BACKLOG = 1000
@@ -78,6 +80,9 @@ class Server:
         self._waker.setblocking(False)
         self._backlogs: dict[bytes, deque[Send | SendChunk]] = {}
         """What waits for each member that has a session, in order."""
+        self._gone: deque[bytes] = deque()
+        """Members that were found gone, whose sessions are to end."""
+        self._dropping = False
         self.regenerate: queue.SimpleQueue[list[SampleId]] = queue.SimpleQueue()
         """Samples to be generated once more."""
         self.ledger_known = threading.Event()
@@ -187,7 +192,7 @@ class Server:
             self._perform(self._inbox.get()())
 
     def _receive(self) -> None:
-        while True:
+        for _ in range(MESSAGES_AT_ONCE):
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -272,8 +277,19 @@ class Server:
         return True
 
     def _drop(self, sender: bytes) -> None:
+        """End its session. What it gives back is offered to others, who may be found gone in their turn: not by
+        recursion, for all ranks of a big group may vanish at once."""
         self._backlogs.pop(sender, deque()).clear()
-        self._perform(self._delivery.disconnected(sender, time.monotonic()))
+        self._gone.append(sender)
+        if self._dropping:
+            return
+        self._dropping = True
+        try:
+            while self._gone:
+                sender = self._gone.popleft()
+                self._perform(self._delivery.disconnected(sender, time.monotonic()))
+        finally:
+            self._dropping = False
 
     def _dispatch(self, action: Send | SendChunk) -> None:
         if isinstance(action, SendChunk):
