@@ -277,8 +277,8 @@ class Server:
         return True
 
     def _drop(self, sender: bytes) -> None:
-        """End its session. What it gives back is offered to others, who may be found gone in their turn: not by
-        recursion, for all ranks of a big group may vanish at once."""
+        """End its session. What it gives back is offered to others, who may be found gone in their
+        turn: not by recursion, for all ranks of a big group may vanish at once."""
         self._backlogs.pop(sender, deque()).clear()
         self._gone.append(sender)
         if self._dropping:
