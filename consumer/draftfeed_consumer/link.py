@@ -17,7 +17,8 @@ from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 15_000
-"""Heartbeats are answered by ZeroMQ's own thread: a trainer that compiles for minutes stays up."""
+"""Heartbeats are answered by ZeroMQ's own thread: a trainer that compiles for minutes stays up.
+The producer sends none of its own: it is told after how long a silence of ours means the same."""
 LINGER_MS = 2_000
 NEVER_MS = 24 * 3600 * 1000
 """Until ZeroMQ would reconnect: long after the link was closed. With -1 it ends the endpoint when
@@ -49,6 +50,10 @@ class Link:
             (zmq.RECONNECT_IVL, NEVER_MS),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+            # Credit bounds what comes. With a limit, libzmq 4.3.5 aborts the process when a
+            # heartbeat is due on a link that was cut while so many messages were unread.
+            (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, max(MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES + _FRAME_SLACK_BYTES)),
             (zmq.LINGER, LINGER_MS),
         ):

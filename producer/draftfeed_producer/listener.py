@@ -9,9 +9,9 @@ from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 HIGH_WATER_MESSAGES = 8
 """Only a backstop: it counts messages, not bytes. Credits bound the bytes."""
 HIGH_WATER_REQUESTS = 64
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 15_000
 LINGER_MS = 2_000
+KEEPALIVE_SECONDS = 10
+KEEPALIVE_PROBES = 3
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,8 +46,13 @@ class Listener:
             (zmq.SNDHWM, HIGH_WATER_MESSAGES),
             (zmq.RCVHWM, HIGH_WATER_REQUESTS),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            # No heartbeats of ours: libzmq 4.3.5 aborts the process when one is due on a link that
+            # was cut while more than RCVHWM messages of it were unread. Members send theirs, and
+            # say when silence means that they are gone; for others there is TCP's.
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS),
+            (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS),
+            (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
             (zmq.LINGER, LINGER_MS),
         ):
             self.socket.setsockopt(option, value)
