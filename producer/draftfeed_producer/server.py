@@ -299,12 +299,15 @@ class Server:
 
     def _store(self, action: Store) -> bool:
         """Whether it is durable now. A log that cannot be written is tried until we close."""
+        told = False
         while self._closing is None:
             try:
                 self._store_once(action)
                 return True
             except OSError as error:
-                logger.error("the control log cannot be written (%s); trying again", error)
+                if not told:
+                    logger.error("everything waits: the control log cannot be written (%s)", error)
+                told = True
                 self._closed.wait(STORE_RETRY_SECONDS)
         return False
 
@@ -313,6 +316,7 @@ class Server:
             case StoreCommit():
                 self._spool.commit(action.number, action.trained, action.term, action.rollback)
             case StoreTombstone():
+                logger.warning("sample %s ends as %s: %s", action.id, action.state, action.reason)
                 self._spool.tombstone(action.id, action.state, action.reason)
             case StoreTerm():
                 self._spool.grant(Term(*action))

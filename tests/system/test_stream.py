@@ -1,5 +1,6 @@
 """A spool, a server, a client and a buffer over real loopback sockets."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -221,6 +222,29 @@ def test_lost_link_is_an_error_after_the_time_allowed(tmp_path: Path) -> None:
             relay.cut()
             with pytest.raises(StreamLost):
                 next(iterator)
+
+
+def make_unreadable(path: Path) -> None:
+    """As a bad sector would: a directory cannot be read either."""
+    (fd,) = (int(link.name) for link in Path("/proc/self/fd").iterdir() if link.resolve() == path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    os.dup2(directory, fd)
+    os.close(directory)
+
+
+def test_sample_that_the_disk_does_not_give_back_is_made_again(tmp_path: Path) -> None:
+    """And does not end the producer, at this start and at each one after."""
+    with producing(tmp_path / "spool", segment_bytes=1) as producer:
+        producer.generate(range(3))
+        make_unreadable(tmp_path / "spool" / "00000001.seg")
+        with consuming(producer.address) as stream:
+            items = iter(stream)
+            seen = [next(items)["id"].ordinal for _ in range(2)]
+            again = producer.server.regenerate.get(timeout=20)
+            producer.generate(id.ordinal for id in again)
+            seen.append(next(items)["id"].ordinal)
+    assert sorted(seen) == [0, 1, 2]
+    assert [id.ordinal for id in again] == [0]
 
 
 def test_link_that_is_cut_and_mended_delivers_the_rest(tmp_path: Path) -> None:

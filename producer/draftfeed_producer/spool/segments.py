@@ -141,8 +141,14 @@ class Segment:
             self._reserved = self.end + ahead_bytes
 
     def read_chunk(self, record: Record, index: int) -> bytes:
+        """What the disk will not give is as good as damaged: empty, so that whoever gets it refuses
+        it and the sample is generated again."""
         offset, size = record.chunks[index]
-        return os.pread(self._fd, size, offset)
+        try:
+            return os.pread(self._fd, size, offset)
+        except OSError as error:
+            logger.error("%s: byte %d cannot be read: %s", self.path, offset, error.strerror)
+            return b""
 
     def seal(self) -> None:
         """Nothing is appended any more: what was taken ahead goes back to the disk."""
