@@ -30,8 +30,17 @@ class Authority:
         """(term, number) of the checkpoint: tells a commit from one that came twice."""
         self._header_of, self._tombstones = header_of, tombstones
 
-    def refusal(self, opening: m.Open, trained: IdSet) -> m.Refused | None:
-        """Whether the checkpoint that a leader loaded went back behind the last commit."""
+    def refusal(
+        self, opening: m.Open, trained: IdSet, lines: tuple[IdSet, ...]
+    ) -> m.Refused | None:
+        """Whether the checkpoint that a leader loaded went back behind the last commit, or has
+        samples that are none of the prompt file's lines. A few bytes can name a trillion of them,
+        and as committed ones they would be counted, stored and looked for."""
+        strange = trained - self.committed
+        for some in lines:
+            strange = strange - some
+        if strange:
+            return _strange_refusal(strange)
         forgotten = self.committed - trained
         if not opening.rollback:
             return self._rollback_refusal(forgotten, opening.ledger_term)
@@ -96,6 +105,12 @@ class Authority:
         else:
             return None
         return m.Refused(code="rollback", reason=reason, term=term)
+
+
+def _strange_refusal(ids: IdSet) -> m.Refused:
+    words = f"{len(ids)} of the samples that it contains ({next(iter(ids))} is the first)"
+    reason = f"the checkpoint is of another prompt file: {words} are no lines of this one"
+    return m.Refused(code="mismatch", reason=reason)
 
 
 def _freed_refusal(ids: list[SampleId]) -> m.Refused:

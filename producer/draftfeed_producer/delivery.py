@@ -31,7 +31,7 @@ from draftfeed_producer.stock import Stock
 from draftfeed_producer.stored import Stored
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
-from draftfeed_proto.errors import DescriptorMismatch, IncompatibleVersion
+from draftfeed_proto.errors import DescriptorMismatch, IncompatibleVersion, MalformedMessage
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
 
@@ -254,10 +254,13 @@ class Delivery:
         return [granted]
 
     def _open(self, member: Member, session: Session, message: m.Open, now: float) -> list[Action]:
+        if session.open:
+            raise MalformedMessage("this session is open already")
         trained = IdSet.from_wire(message.trained).within(self.shards)
         actions: list[Action] = []
         if member.leader:
-            refusal = self.authority.refusal(message, trained)
+            known = (self.prompts, self.skipped)
+            refusal = self.authority.refusal(message, trained, known)
             if refusal is not None:
                 self._out.end_session(member, now)
                 member.left = True  # nobody waits for it

@@ -1,4 +1,4 @@
-"""Fences that no sane member sends: the next sane one still gets the stream."""
+"""What no sane member says as it attaches: the next sane one still gets the stream."""
 
 import msgspec
 import pytest
@@ -7,6 +7,7 @@ from delivery_members import BOB, Member, names, producer, said
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedMessage
 from draftfeed_proto.limits import MAX_TERM_STEP
+from samples import DATASET
 
 
 @pytest.mark.parametrize("field", ["term", "members"])
@@ -26,3 +27,22 @@ def test_fence_of_the_last_term_there_is_leaves_terms_for_others() -> None:
 
 def test_producer_with_an_empty_disk_joins_a_group_of_many_terms() -> None:
     assert names(Member(producer(1), term=MAX_TERM_STEP).ask()) == ["StoreTerm", "Granted"]
+
+
+def test_checkpoint_that_names_a_trillion_samples_is_refused_at_once() -> None:
+    delivery = producer(1)
+    member = Member(delivery)
+    member.ask()
+    refused = said(member.say(m.Open, trained=[(DATASET, 0, 0, [0, 2**40])]), m.Refused)
+    assert refused[0].code == "mismatch"
+    assert not delivery.committed
+
+
+def test_second_open_in_one_session_gives_nothing_back_that_is_on_its_way() -> None:
+    delivery = producer(2)
+    member = Member(delivery)
+    member.attach()
+    member.take(0)
+    with pytest.raises(MalformedMessage, match="open already"):
+        member.say(m.Open, trained=[])
+    assert len(delivery.fencing.leased) == 1
