@@ -51,13 +51,22 @@ def run_consumer(
         claim = None
         if ranks is None or ranks.leader:
             claim = stack.enter_context(claimed(run.output_dir, takeover=attach.takeover))
-        stream = _open_stream(stack, config, run_dir, attach, ranks)
-        stack.enter_context(
-            watched("consumer", lambda: consumer_snapshot(stream), run_dir, console)
-        )
-        stop = stack.enter_context(GentleStop(stream.drain, config.trainer.drain_seconds))
-        stack.enter_context(on_signal(stop.begin))
-        _finish(_train(stream, train, run, stop), claim)
+        streams: list[HiddenStateStream] = []
+
+        def drain() -> None:
+            for stream in streams:
+                stream.drain()
+
+        # Before anything can be said of us that makes somebody end us.
+        with GentleStop(drain, config.trainer.drain_seconds) as stop, on_signal(stop.begin):
+            stream = _open_stream(stack, config, run_dir, attach, ranks)
+            streams.append(stream)
+            if stop.asked:
+                stream.drain()
+            stack.enter_context(
+                watched("consumer", lambda: consumer_snapshot(stream), run_dir, console)
+            )
+            _finish(_train(stream, train, run, stop), claim)
 
 
 def _open_stream(
