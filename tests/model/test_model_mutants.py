@@ -10,7 +10,6 @@ import pytest
 from draftfeed_consumer.ledger import Ledger
 from draftfeed_producer.authority import Authority
 from draftfeed_producer.delivery import Delivery
-from draftfeed_producer.fencing import Fencing
 from draftfeed_producer.session import Action, StoreCommit
 from draftfeed_producer.spool.control import Control
 from draftfeed_proto import messages as m
@@ -49,20 +48,6 @@ def no_fence(patch: Patch) -> None:
     patch.setattr(Delivery, "received", anyone)
 
 
-def lower_term(patch: Patch) -> None:
-    """Whoever asks is granted the stream, in a term of his own."""
-    patch.setattr(Fencing, "refusal", lambda self, fence, now: None)
-    fence = Delivery._fence
-
-    def always_begin(self: Any, sender: bytes, message: m.Fence, now: float) -> list[Action]:
-        term = self.fencing.term
-        if term is not None and message.incarnation != term.incarnation:
-            return [*self._begin(message, now), *self._attach(sender, message, now)]
-        return fence(self, sender, message, now)
-
-    patch.setattr(Delivery, "_fence", always_begin)
-
-
 def commit_before_durable(patch: Patch) -> None:
     save = Group.save
 
@@ -84,7 +69,7 @@ def union_merge(patch: Patch) -> None:
         trained.update(self.committed)
         return follow(self, opening, trained)
 
-    patch.setattr(Authority, "refusal", lambda self, opening, trained: None)
+    patch.setattr(Authority, "refusal", lambda *_: None)
     patch.setattr(Authority, "follow", unite)
 
 
@@ -149,7 +134,6 @@ Mutant = tuple[Callable[[Patch], None], Scope, int, set[str], str]
 """(the mistake, how much to search, faults, their kinds, what is found)"""
 MUTANTS: dict[str, Mutant] = {
     "no fence": (no_fence, ONE, 3, {"stall", "take_over"}, "took a commit of term 1"),
-    "lower term granted": (lower_term, ONE, 1, {"take_over"}, "sent away for good"),
     "commit before the save is durable": (commit_before_durable, ONE, 0, set(), "durable"),
     "union merge": (
         union_merge,
