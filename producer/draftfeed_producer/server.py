@@ -128,7 +128,8 @@ class Server:
         self._closing = reason
         self._closed.set()
         self._wake()
-        self._thread.join()
+        if self._thread.ident is not None:  # an error may come before the start
+            self._thread.join()
         self._listener.close()
         self._waker.close()
         self._wake_end.close()
