@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -95,10 +96,14 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy.spool_contents import verify, verify_lines
     from draftfeed_producer.errors import SpoolDamaged
+    from draftfeed_producer.spool.directory import CONTROL_LOG
     from draftfeed_producer.spool.reader import Reader
 
     try:
-        verdict = verify(Reader(arguments.dir), console)
+        reader = Reader(arguments.dir)
+        if reader.control.owned is None and reader.segments():
+            raise SpoolDamaged(arguments.dir / CONTROL_LOG, "is lost or empty")
+        verdict = verify(reader, console)
     except SpoolDamaged as error:  # of the control log: the samples mean nothing without it
         _say([f"DAMAGED: {error}"])
         return exits.FAILED
@@ -136,7 +141,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         started = format_ranges(begun(reader))
         _say(
             [
-                f"{reader.directory}: owns {format_ranges(reader.shards.ranges)} of "
+                f"{reader.directory}: owns shards {format_ranges(reader.shards.ranges)} of "
                 f"{format_ranges(prompts.ranges)} (data set {prompts.dataset}, epoch "
                 f"{prompts.epoch}); begun {started}; lost elsewhere {format_ranges(lost)}"
             ]
@@ -155,7 +160,7 @@ def _give(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_producer.spool.ranges import format_ranges, parse_ranges
 
     left = shards.give(arguments.dir, parse_ranges(arguments.ranges))
-    _say([f"{arguments.dir} owns {format_ranges(left.ranges)}"])
+    _say([f"{arguments.dir} owns shards {format_ranges(left.ranges)}"])
     return exits.DONE
 
 
@@ -164,10 +169,16 @@ def _take(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_producer.spool.ranges import format_ranges, parse_ranges
 
     owned = shards.take(arguments.dir, parse_ranges(arguments.ranges), lost=arguments.lost)
-    _say([f"{arguments.dir} owns {format_ranges(owned.ranges)}"])
+    _say([f"{arguments.dir} owns shards {format_ranges(owned.ranges)}"])
     return exits.DONE
 
 
 def _say(lines: Iterable[str]) -> None:
-    for line in lines:
-        sys.stdout.write(line + "\n")
+    """Whoever has read enough of it, as `head` does, may go."""
+    try:
+        for line in lines:
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would write the rest at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -65,7 +65,7 @@ class Reader:
         """Every record that is whole in its form, void ones included, and what is damaged. Chunks
         are not read. Nothing when the producer has deleted the segment.
 
-        Raises SpoolError for what a newer version wrote.
+        Raises SpoolError for what a newer version wrote, and when it cannot be read.
         """
         with _opened(segment.path) as fd:
             if fd is not None:
@@ -85,7 +85,7 @@ class Reader:
     def sample(self, record: Record) -> Sample | None:
         """Reads, checks and decodes it; None when the producer has deleted the segment.
 
-        Raises ProtoError when it is not what was written.
+        Raises ProtoError when it is not what was written, SpoolError when it cannot be read.
         """
         path = self.directory / f"{record.segment:08d}.seg"
         assembler = Assembler(record.header, self.owner.descriptor.dtype)
@@ -104,7 +104,11 @@ def _opened(path: Path) -> Iterator[int | None]:
     except FileNotFoundError:
         yield None
         return
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from None
     try:
         yield fd
+    except OSError as error:  # a bad disk, or no file at all
+        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from None
     finally:
         os.close(fd)
