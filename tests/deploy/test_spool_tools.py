@@ -279,11 +279,11 @@ def test_shards_move_from_one_spool_to_another(
     one, two = tmp_path / "one", tmp_path / "two"
     make_spool(one, shards="0-4").close()
     make_spool(two, count=0, shards="5-9").close()
-    assert draftfeed(capsys, "shards", "give", one, "3-4").out == f"{one} owns 0-2\n"
-    assert draftfeed(capsys, "shards", "take", two, "3-4").out == f"{two} owns 3-9\n"
+    assert draftfeed(capsys, "shards", "give", one, "3-4").out == f"{one} owns shards 0-2\n"
+    assert draftfeed(capsys, "shards", "take", two, "3-4").out == f"{two} owns shards 3-9\n"
     ended = draftfeed(capsys, "shards", "show", one, two)
     assert ended.code == 0
-    assert f"{one}: owns 0-2 of 0-9" in ended.out
+    assert f"{one}: owns shards 0-2 of 0-9" in ended.out
     make_spool(one, count=0, shards="0-4").close()  # configured as when it was made
     spool = make_spool(two, count=0, shards="5-9")
     assert spool.shards.ranges == (3, 10)
