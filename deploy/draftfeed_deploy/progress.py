@@ -48,7 +48,7 @@ class Lines:
     def show(self, snapshot: Snapshot) -> None:
         self._rates.add(snapshot)
         if time.monotonic() >= self._due:
-            self._due += LINE_SECONDS
+            self._due = time.monotonic() + LINE_SECONDS
             words = [f"{label} {text}" for label, text, _ in rows(snapshot, self._rates)]
             logger.info("%s: %s", self._name, "; ".join(words))
 
@@ -134,7 +134,8 @@ def _consumer_rows(now: ConsumerSnapshot, rates: Rates) -> list[Row]:
 
 
 def _members(now: ProducerSnapshot) -> str:
-    names = f"{', '.join(now.members)} attached" if now.members else "nobody attached"
+    ranks = f" ({', '.join(now.members)})" if now.members else ""
+    names = f"{len(now.members) or 'none'} attached{ranks}"
     return f"{names}, term {now.term}" if now.term else names
 
 

@@ -44,6 +44,17 @@ def test_lines_come_when_they_are_due(
     assert "trained 3 (2 held); step 3, loss 4.500" in caplog.messages[1]
 
 
+def test_a_service_without_news_for_long_is_not_told_about_in_a_burst(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lines = Lines("consumer-2")
+    lines._due -= 10 * progress.LINE_SECONDS
+    with caplog.at_level(logging.INFO):
+        for second in range(5):
+            lines.show(consumed(1.0 + second))
+    assert len(caplog.messages) == 1
+
+
 def test_panels_show_both_services_with_sizes_and_ratio() -> None:
     console = Console(record=True, force_terminal=True, width=80, height=40)
     with Panels(console, ["producer", "consumer"]) as panels:
@@ -77,8 +88,10 @@ def test_paused_admission_says_why() -> None:
 
 
 def test_members_and_term_are_named_so_that_a_takeover_is_seen() -> None:
-    assert "members nobody attached;" in text_of(produced(1.0))
-    assert "members 0, 1 attached, term 3;" in text_of(produced(1.0, members=["0", "1"], term=3))
+    assert "members none attached;" in text_of(produced(1.0))
+    assert "members 2 attached (0, 1), term 3;" in text_of(
+        produced(1.0, members=["0", "1"], term=3)
+    )
 
 
 def test_samples_that_were_made_again_are_counted() -> None:
