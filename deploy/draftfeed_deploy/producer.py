@@ -48,6 +48,7 @@ def run_producer(config: ProducerConfig, run_dir: Path | None, console: Console)
 
 def _done(statistics: ProducerStatistics) -> bool:
     if statistics.phase != "done":
+        logger.info("stopped: what is generated is in the spool, and the next start goes on there")
         return False
     assert statistics.spool is not None
     logger.info(
