@@ -36,8 +36,20 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         default=[],
         help="where the producer listens, when not at its [server] bind; once for each -c",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="TABLE.KEY=VALUE")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=VALUE",
+        help="override one value in each configuration; may be repeated",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long to wait for each producer before its spool is read instead (default: 5)",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 

@@ -16,6 +16,8 @@ from draftfeed_deploy import audit, exits, spool_tools
 if TYPE_CHECKING:
     from draftfeed_consumer.config import ConsumerConfig
 
+DEMO_PROMPTS = 200
+"""Shipped in data/prompts.jsonl."""
 GIVE_UP_SECONDS = 15.0
 """How much longer than the consumer `draftfeed drain` waits: the consumer says how it ended."""
 EPILOG = f"""\
@@ -36,11 +38,13 @@ once; what was trained since the last checkpoint is then trained again by the ne
 --takeover moves training to another node while generation goes on. Start the new consumer with
   the same group, and with access to the old one's checkpoints. Every producer hands it the
   stream and from then on accepts nothing of the old one, whose samples without a checkpoint come
-  again. The old node need not be reachable. If it lives it hears of it at its next message,
-  within about a second: it stops, commits nothing more and ends with exit code 3. Do not restart
-  it. Without --takeover a consumer waits until the one before has left, or has been cut off for
-  the producers' [server] session_timeout_seconds. It is an option and no configuration, because
-  two services that take over whenever they start would do so from each other for ever.
+  again. If no checkpoint of the old one is in your [trainer] output_dir, this one is refused and
+  the old one has ended all the same. The old node need not be reachable. If it lives it hears of
+  it at its next message, within about a second: it stops, commits nothing more and ends with exit
+  code 3. Do not restart it. Without --takeover a consumer waits until the one before has left, or
+  has been cut off for the producers' [server] session_timeout_seconds. It is an option and no
+  configuration, because two services that take over whenever they start would do so from each
+  other for ever.
 
 --rollback is needed when the checkpoint lacks samples that the producers know as trained: it is
   not the last one, or the last one is lost. "deliver" (if you name none) has them delivered once
@@ -212,7 +216,14 @@ def _add_drain(commands: Commands) -> None:
 
 
 def _add_config(parser: argparse.ArgumentParser, name: str) -> None:
-    parser.add_argument("-c", "--config", type=Path, required=True, metavar=f"{name}.toml")
+    parser.add_argument(
+        "-c",
+        "--config",
+        type=Path,
+        required=True,
+        metavar=f"{name}.toml",
+        help="docs/configuration.md has every key",
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -228,7 +239,7 @@ def _add_service(
     summary: str,
     command: Callable[[argparse.Namespace, Console], int],
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, description=f"{name}: {summary}.")
+    parser = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
     parser.set_defaults(command=command)
     _add_config(parser, name)
     parser.add_argument(
@@ -254,7 +265,10 @@ def _add_demo(commands: Commands) -> None:
         "--dir", type=Path, default=Path("runs/demo"), help="output (default: runs/demo)"
     )
     parser.add_argument(
-        "--prompts", type=_positive, metavar="N", help="use the first N of the 200 prompts"
+        "--prompts",
+        type=_demo_prompts,
+        metavar="N",
+        help=f"use the first N of the {DEMO_PROMPTS} prompts",
     )
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=64, metavar="N", help="default: 64"
@@ -270,6 +284,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _demo_prompts(text: str) -> int:
+    number = _positive(text)
+    if number > DEMO_PROMPTS:
+        raise argparse.ArgumentTypeError(f"the demo has {DEMO_PROMPTS}")
     return number
 
 

@@ -133,6 +133,17 @@ def test_consumer_without_a_trainer(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "trainer" in fails(capsys, "consumer", "-c", config)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "says"), [("0", "must be at least 1"), ("201", "the demo has 200")]
+)
+def test_demo_of_no_prompts_or_of_too_many(
+    capsys: pytest.CaptureFixture[str], prompts: str, says: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["demo", "--prompts", prompts])
+    assert f"argument --prompts: {says}" in capsys.readouterr().err
+
+
 def test_demo_never_clears_a_directory_that_is_not_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

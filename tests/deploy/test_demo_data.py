@@ -6,6 +6,8 @@ from collections import Counter
 from importlib.resources import files
 from typing import Any
 
+from draftfeed_deploy.cli import DEMO_PROMPTS
+
 NOT_ENGLISH = {"fr", "de", "es", "it", "pt", "nl", "pl", "zh", "ja", "ko", "ru", "hi", "ar", "tr"}
 WIDE_SCRIPTS = {"zh", "ja", "ko", "ru", "hi", "ar"}
 ONE_WORD = re.compile(
@@ -34,7 +36,7 @@ def said(prompt: dict[str, Any]) -> str:
 
 
 def test_files_hold_200_and_16_prompts_with_unique_ids() -> None:
-    assert (len(PROMPTS), len(HELD_OUT)) == (200, 16)
+    assert (len(PROMPTS), len(HELD_OUT)) == (DEMO_PROMPTS, 16) == (200, 16)
     assert max(Counter(prompt["id"] for prompt in PROMPTS + HELD_OUT).values()) == 1
 
 
