@@ -22,6 +22,8 @@ from draftfeed_deploy.errors import DirectoryInUse, NothingToDrain
 logger = logging.getLogger(__name__)
 
 PID_FILE = "draftfeed.pid"
+DRAIN_FILE = "draftfeed.drain"
+"""Locked by whoever drains the consumer of that directory."""
 REPORT_SECONDS = 5.0
 
 
@@ -130,7 +132,9 @@ def drain(directory: Path, timeout_seconds: float) -> bool:
         if _lock(file, fcntl.LOCK_SH):
             raise NothingToDrain(f"no consumer is running that trains into {directory}")
         holder = _read(file)
-        if not _ended(holder, timeout_seconds):
+        with _asking(directory) as first:
+            ended = _ended(holder, timeout_seconds, ask=first)
+        if not ended:
             logger.error("the consumer %s has not ended; it is still running", holder)
             return False
         return _judge(holder, _read(file).outcome)
@@ -147,8 +151,20 @@ def _judge(holder: Holder, outcome: str) -> bool:
     return False
 
 
-def _ended(holder: Holder, timeout_seconds: float) -> bool:
-    """Ask the process to end; whether it has within the time."""
+@contextmanager
+def _asking(directory: Path) -> Iterator[bool]:
+    """Whether nobody else is draining it: to a second signal a consumer ends at once."""
+    try:
+        file = (directory / DRAIN_FILE).open("ab", buffering=0)
+    except OSError:  # a directory of another user
+        yield True
+        return
+    with file:
+        yield _lock(file, fcntl.LOCK_EX)
+
+
+def _ended(holder: Holder, timeout_seconds: float, *, ask: bool) -> bool:
+    """Ask the process to end, or let another `drain` have asked; whether it has within the time."""
     if holder.host != socket.gethostname():
         raise NothingToDrain(f"the consumer {holder} is not on this machine; drain it over there")
     try:
@@ -157,7 +173,8 @@ def _ended(holder: Holder, timeout_seconds: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        signal.pidfd_send_signal(process, signal.SIGTERM)
+        if ask:
+            signal.pidfd_send_signal(process, signal.SIGTERM)
         return _wait(process, holder, timeout_seconds)
     except PermissionError:
         raise NothingToDrain(f"the consumer {holder} belongs to another user") from None
