@@ -270,9 +270,9 @@ def drain_and_swap(scene: Scene) -> Steps:
     drain = scene.world.drain()
     scene.mark.begin(old.name)
     yield from until(lambda: drain.poll() is not None, f"{old.name} is drained")
-    if drain.returncode or old.code != 0:
+    if not old.unconfirmed and (drain.returncode or old.code != 0):
         raise Broken(f"drain ended with {drain.returncode}, {old.name} with {old.code}")
-    if not scene.world.over():
+    if scene.world.current is old and not scene.world.over():
         scene.world.launch_trainer(host=other_host(old.host))
 
 

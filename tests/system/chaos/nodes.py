@@ -16,6 +16,7 @@ from chaos import hosts
 from chaos.checkpoints import Control, events
 from chaos.plan import Plan
 
+UNCONFIRMED = "the producer has not confirmed it"
 COMMAND = str(Path(sys.executable).with_name("draftfeed"))
 FENCED = 3
 QUOTA_BYTES = 8_000_000
@@ -103,6 +104,12 @@ class Process:
     @property
     def alive(self) -> bool:
         return self._popen is not None and self._popen.poll() is None
+
+    @property
+    def unconfirmed(self) -> bool:
+        """It ended, with its checkpoint on the disk, while a producer that was to confirm it was
+        down for too long. Whoever runs it starts it again."""
+        return self.code == 1 and UNCONFIRMED in self.last_words()
 
     def kill(self) -> None:
         if self._popen is not None and self._popen.poll() is None:

@@ -88,8 +88,12 @@ class World:
         _check_code(self.current, {0})
 
     def relaunch_stranded(self) -> None:
-        """A node that waits for the grant of a producer that ended since: start it without."""
+        """A node that ended unconfirmed is started again; one that waits for the grant of a
+        producer that ended since, without it."""
         trainer = self.current
+        if trainer.unconfirmed:
+            self.launch_trainer(host=trainer.host)
+            return
         waits = trainer.alive and not trainer.stopped and not trainer.granted
         if waits and any(one.done and one.address not in trainer.without for one in self.producers):
             trainer.kill()
@@ -138,6 +142,6 @@ def other_host(host: str) -> str:
 
 def _check_code(process: Process, right: set[int]) -> None:
     code = process.code
-    if code is None or code in right or process.killed:
+    if code is None or code in right or process.killed or process.unconfirmed:
         return
     raise Broken(f"{process.name} ended with code {code}\n{process.last_words()}")
