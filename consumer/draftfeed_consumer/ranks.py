@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from draftfeed_consumer.errors import StreamClosed
+from draftfeed_consumer.errors import ConsumerError, StreamClosed
 from draftfeed_consumer.ledger import LedgerState, union
 
 WAIT_TIMEOUT = timedelta(days=7)
@@ -147,7 +147,8 @@ class Ranks:
 def _wait_for(work: dist.Work | None, given_up: Callable[[], bool] = lambda: False) -> None:
     """In steps, so that a signal is heard: a rank may wait for one that never comes.
 
-    Raises StreamClosed when given up, and RuntimeError when a rank has died.
+    Raises StreamClosed when given up, and ConsumerError when a rank has died: that is no fault of
+    the samples that this one was at work on.
     """
     assert work is not None
     pause_seconds, longest = POLL_SECONDS
@@ -156,4 +157,8 @@ def _wait_for(work: dist.Work | None, given_up: Callable[[], bool] = lambda: Fal
             raise StreamClosed
         time.sleep(pause_seconds)
         pause_seconds = min(2 * pause_seconds, longest)
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        words = "another rank is gone; start the whole group again"
+        raise ConsumerError(f"{words} ({str(error).splitlines()[0]})") from error

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from draftfeed_consumer.errors import ConsumerError
 from draftfeed_consumer.ledger import Ledger, parse, plain
 from draftfeed_consumer.ranks import Life, Ranks
 from draftfeed_proto.ids import SampleId
@@ -75,8 +76,8 @@ def dies(ranks: Ranks) -> object:
         os._exit(1)
     try:
         ranks.agree(True)
-    except RuntimeError as error:
-        return type(error).__name__
+    except ConsumerError as error:
+        return str(error)
     return "nothing"
 
 
