@@ -326,9 +326,18 @@ class Client:
             if overdue := line.overdue(peer.state, now):
                 self._lose(member, line, overdue)
             if line.to_report(now):
-                logger.warning("waiting for the producer at %s: %s", line.address, line.reason)
+                hint = "" if self.granted.is_set() else self._without_hint(line)
+                logger.warning(
+                    "waiting for the producer at %s: %s%s", line.address, line.reason, hint
+                )
             if error := line.lost(self._config.lost_after_seconds, now):
                 raise error
+
+    def _without_hint(self, line: Line) -> str:
+        """Training has not begun, and one producer is missing."""
+        if len(self._lines) < 2:
+            return ""
+        return f"; training begins when all have granted it, or without: --without {line.address}"
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -358,6 +367,7 @@ class Client:
                     self._finished = True
                     self._note_acknowledged(self._acknowledged_number)
                 case Fail():
+                    self._fail(action.error)  # the trainer stops now, and not after the goodbyes
                     raise action.error
 
     def _say(self, say: Say) -> None:

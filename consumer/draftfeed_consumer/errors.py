@@ -39,7 +39,10 @@ class StateError(ConsumerError):
 
 class AddressError(ConsumerError):
     def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"cannot connect to {address!r}: {reason}; see [producer] addresses")
+        super().__init__(
+            f"cannot connect to {address!r}: {reason}; [producer] addresses are of the form "
+            '"tcp://HOST:PORT"'
+        )
         self.address, self.reason = address, reason
 
 

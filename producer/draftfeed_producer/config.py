@@ -2,7 +2,7 @@
 
 import msgspec
 
-from draftfeed_producer.engines import EngineConfig
+from draftfeed_producer.engines import EngineConfig, SyntheticConfig
 from draftfeed_producer.errors import ProducerError
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
@@ -17,6 +17,10 @@ class ProducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompts: PromptsConfig | None = None
     spool: SpoolConfig
     server: ServerConfig = ServerConfig()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.engine, SyntheticConfig) and (self.target or self.prompts):
+            raise ValueError("the synthetic engine has neither [target] nor [prompts]: remove them")
 
     def needed(self) -> tuple[TargetConfig, PromptsConfig]:
         """The tables an engine with a model needs. Raises ProducerError."""

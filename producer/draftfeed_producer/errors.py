@@ -65,7 +65,10 @@ class CaptureError(ProducerError):
 
 class BindError(ProducerError):
     def __init__(self, address: str, reason: str) -> None:
-        super().__init__(f"cannot listen on {address}: {reason}; choose another [server] bind")
+        super().__init__(
+            f"cannot listen on {address}: {reason}; choose another [server] bind, of the form "
+            '"tcp://ADDRESS:PORT"'
+        )
         self.address, self.reason = address, reason
 
 

@@ -48,6 +48,7 @@ PING_SECONDS = 1.0
 """A ROUTER learns that a peer is gone when it sends to it."""
 MAX_BACKLOG = 1000
 """Actions waiting for one member that has stopped reading; then its session ends."""
+MAX_NOTICES = 64
 CHECKPOINT_FILL = 0.7
 """Of the quota. Two checkpoints may have to be made before anything is freed."""
 STORE_RETRY_SECONDS = 0.5
@@ -80,6 +81,8 @@ class Server:
         self._waker.setblocking(False)
         self._backlogs: dict[bytes, deque[Send | SendChunk]] = {}
         """What waits for each member that has a session, in order."""
+        self._notices: deque[Send | SendChunk] = deque(maxlen=MAX_NOTICES)
+        """To members that were replaced and whose pipes were full."""
         self._gone: deque[bytes] = deque()
         """Members that were found gone, whose sessions are to end."""
         self._dropping = False
@@ -173,6 +176,8 @@ class Server:
             self._receive()
             sent = self._pump()
             self._ping()
+            for _ in range(len(self._notices)):
+                self._notify(self._notices.popleft())
             self._look_after_disk()
             if not sent and self._delivery.starved_of_credit:
                 self._no_credit_seconds += time.monotonic() - began
@@ -247,8 +252,7 @@ class Server:
         """Send now, or keep it for a member that has a session. Others are not waited for:
         whoever sends nonsense and reads nothing must not fill our memory or hold anybody up."""
         if action.sender not in self._delivery.fencing.attached:
-            with suppress(zmq.Again):
-                self._dispatch(action)
+            self._notify(action)
             return
         backlog = self._backlogs.setdefault(action.sender, deque())
         backlog.append(action)
@@ -256,6 +260,16 @@ class Server:
         if len(backlog) > MAX_BACKLOG:
             logger.warning("a member does not read; its session ends")
             self._drop(action.sender)
+
+    def _notify(self, action: Send | SendChunk) -> None:
+        """To somebody without a session: once. But who was replaced must hear it, or he trains on
+        for nothing: the last few of these are tried again."""
+        try:
+            self._dispatch(action)
+        except zmq.Again:
+            fenced = isinstance(action.message, m.Refused) and action.message.code == "fenced"
+            if fenced:
+                self._notices.append(action)
 
     def _forget_the_gone(self) -> None:
         """What waited for a session that is over is not for the next one."""

@@ -143,7 +143,8 @@ def resolve(name: str) -> Train:
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise TrainerError(
-            f"cannot import {module_name!r} of function = {name!r}: {error}"
+            f"cannot import {module_name!r} of function = {name!r}: {error}; its folder must be on "
+            "PYTHONPATH"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
