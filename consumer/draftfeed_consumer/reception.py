@@ -108,9 +108,13 @@ class Reception:
         self._assembler = None
 
     def _offered(self, samples: list[tuple[SampleId, int]]) -> None:
+        known = {*self._due, *(id for id, _ in self.offers)}
         for id, _ in samples:
             if id.partition not in self.granted.shards:
                 raise MalformedMessage(f"sample {id} is offered by who does not own its shard")
+            if id in known:  # room would be reserved twice, and given back once
+                raise MalformedMessage(f"sample {id} is offered twice")
+            known.add(id)
         self.offers.extend(samples)
         self._end_seen = False
 

@@ -124,7 +124,7 @@ class Admission:
     def _tell_alarm(self) -> None:
         """Once when it begins and once when it ends."""
         alarm = self._spool.alarm
-        if alarm == self._alarm:
+        if bool(alarm) == bool(self._alarm):  # its figures change all the time
             return
         if alarm:
             logger.error("generation is paused: %s", alarm)

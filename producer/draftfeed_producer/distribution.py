@@ -146,8 +146,8 @@ class Distribution:
     def claim(self, member: Member, held: set[SampleId]) -> None:
         """What a member still has stays with it, also when we have lost it and will generate it
         again; everything else it was given goes back."""
-        others = self.fencing.leased - member.leased
-        held = held - others
+        offered = [session.offered for session in self.fencing.live]
+        held = (held - self.fencing.leased).difference(*offered) | (held & member.leased)
         self.stock.give_back(sorted(member.leased - held))
         self.stock.claim(held)
         member.leased, member.received = set(held), set(held)

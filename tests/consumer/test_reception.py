@@ -42,6 +42,16 @@ def test_room_for_what_was_due_is_free_when_the_link_is_cut() -> None:
     assert bench.room.left_bytes == before
 
 
+def test_sample_that_is_offered_twice_does_not_take_room_for_good() -> None:
+    bench = Bench(A)
+    bench.begin()
+    before = bench.room.left_bytes
+    bench.offer(A, 0, 1)
+    bench.offer(A, 1)
+    assert any(isinstance(action, Drop) for action in bench.actions)
+    assert bench.room.left_bytes == before
+
+
 def test_half_received_sample_is_dropped_with_its_session_and_taken_whole_later() -> None:
     bench = Bench(A)
     bench.begin()
