@@ -53,7 +53,7 @@ def _quiet() -> Iterator[None]:
 def run(case: Case, record: Callable[[str, object], None]) -> None:
     scope, faults, how = case
     found = Search(scope, faults, choose=how == "choose", orders=how == "orders").run()
-    record("explored", found)
+    record("explored", str(found))
 
 
 @pytest.mark.timeout(600)
