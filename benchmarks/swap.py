@@ -45,6 +45,7 @@ def main() -> int:
         target=_target(options.engine),
         how=options.how,
         begin_share=options.at,
+        window_seconds=options.window,
         producer_cores=producer_cores,
         consumer_cores=consumer_cores,
     )
@@ -147,8 +148,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--engine", choices=["transformers", "synthetic"], default="transformers")
     parser.add_argument("--how", choices=["takeover", "drain"], default="takeover")
     parser.add_argument("--rounds", type=int, default=5, help="pairs of swap and control")
-    parser.add_argument("--samples", type=int, default=64, help="prompts a round, at most 200")
+    parser.add_argument("--samples", type=int, default=48, help="prompts a round, at most 200")
     parser.add_argument("--at", type=float, default=1 / 3, help="share trained before the swap")
+    parser.add_argument("--window", type=float, default=25.0, help="seconds from the swap on")
     parser.add_argument("--rate", type=float, default=500.0, help="rows/s, synthetic engine only")
     parser.add_argument("--json", action="store_true", help="everything, as one document")
     return parser.parse_args()

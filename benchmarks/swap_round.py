@@ -86,6 +86,9 @@ class Setup(NamedTuple):
     how: How
     begin_share: float
     """Of the samples, trained when the swap begins."""
+    window_seconds: float
+    """At least so long is looked at: a swap is over within a few decode steps, too few to have a
+    rate."""
     producer_cores: frozenset[int]
     consumer_cores: frozenset[int]
 
@@ -107,8 +110,8 @@ class Window(NamedTuple):
 class Round(NamedTuple):
     before: Window
     during: Window
-    """The swap: from the command that begins it until the new node has a sample. In a control: as
-    long, while the consumer takes nothing."""
+    """From the command that begins the swap until the new node has a sample, or for
+    `window_seconds` if that is longer. In a control: as long, while the consumer takes nothing."""
     after: Window
     """To the end of generation."""
     whole: bool
@@ -211,7 +214,8 @@ def play(directory: Path, setup: Setup, idle_seconds: float | None) -> Round:
         line.until(lambda: line.lines("old/steps.jsonl") >= enough, f"{enough} are trained")
         begin = time.monotonic()
         if idle_seconds is None:
-            end, details = _swap(line, producer, old, begin)
+            first_sample, details = _swap(line, producer, old, begin)
+            end = max(first_sample, begin + setup.window_seconds)
         else:
             end, details = _idle(line, begin, idle_seconds), {}
         line.until(lambda: producer.poll() is not None, "the producer has ended")

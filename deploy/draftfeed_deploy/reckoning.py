@@ -19,7 +19,7 @@ from draftfeed_producer.engines import SyntheticConfig
 from draftfeed_producer.engines.synthetic import synthetic_ids
 from draftfeed_producer.prompts import line_ids
 from draftfeed_producer.spool.ranges import difference, format_ranges
-from draftfeed_proto.ids import IdSet, Shards
+from draftfeed_proto.ids import IdSet, Shards, WireRanges
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,8 @@ class ProducerAudit(msgspec.Struct, frozen=True, kw_only=True):
     to_be_generated: int
     regenerated: int
     """Counted above too."""
+    regenerated_ids: WireRanges = []
+    """Which."""
     sum: int
     missing: Difference
     """In the prompt file, and nowhere at the producer."""
@@ -162,6 +164,7 @@ def judge(config: str, prompts: PromptList, source: Source) -> ProducerAudit:
         ended={state: len(ids) for state, ids in ended.items()},
         to_be_generated=len(pending),
         regenerated=len(IdSet.from_wire(account.regenerated)),
+        regenerated_ids=account.regenerated,
         sum=sum(map(len, places)),
         missing=Difference.of(expected - found),
         extra=Difference.of(found - expected),
@@ -218,13 +221,19 @@ def _table(audit: ProducerAudit) -> list[str]:
         ("to be generated", audit.to_be_generated),
         ("sum", audit.sum),
         ("", ""),
-        ("regenerated", f"{audit.regenerated:,}  (counted above)"),
+        ("regenerated", _regenerated(audit)),
         ("missing", audit.missing),
         ("extra", audit.extra),
         ("in two places", audit.twice),
     ]
     head = f"{audit.config}: {audit.asked} ({state}{group})"
     return [head, *(_row(name, value) for name, value in rows)]
+
+
+def _regenerated(audit: ProducerAudit) -> str:
+    """They may have other text than what was lost, so they are named."""
+    named = Difference.of(IdSet.from_wire(audit.regenerated_ids))
+    return f"{named}  (counted above)"
 
 
 def _row(name: str, value: object) -> str:

@@ -21,6 +21,8 @@ def test_swap_prints_its_figures_and_loses_nothing() -> None:
         "60",
         "--rate",
         "400",
+        "--window",
+        "3",
         "--json",
     ]
     command = [sys.executable, str(BENCHMARKS / "swap.py"), *options]
