@@ -1,5 +1,7 @@
 """Who may take samples: the term of the group, and the members that attached in it. No I/O."""
 
+from collections.abc import Callable
+
 from draftfeed_producer.session import Member, Session
 from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
@@ -104,23 +106,19 @@ class Fencing:
 
     @property
     def leased(self) -> set[SampleId]:
-        members = list(self.members.values())
-        return set[SampleId]().union(*(member.leased for member in members))
+        return self._together(lambda member: member.leased)
 
     @property
     def received(self) -> set[SampleId]:
-        members = list(self.members.values())
-        return set[SampleId]().union(*(member.received for member in members))
+        return self._together(lambda member: member.received)
 
     @property
     def taken(self) -> set[SampleId]:
-        members = list(self.members.values())
-        return set[SampleId]().union(*(member.taken for member in members))
+        return self._together(lambda member: member.taken)
 
     @property
     def at_work(self) -> set[SampleId]:
-        members = list(self.members.values())
-        return set[SampleId]().union(*(member.at_work for member in members))
+        return self._together(lambda member: member.at_work)
 
     @property
     def complete(self) -> bool:
@@ -141,6 +139,10 @@ class Fencing:
         at_work = set[SampleId]().union(*(member.at_work for member in lost))
         at_work.update(*(member.suspects for member in self.members.values()))
         return {id: before.get(id, 0) + 1 for id in sorted(at_work)}
+
+    def _together(self, part: Callable[[Member], set[SampleId]]) -> set[SampleId]:
+        # A list: other threads ask, and members come.
+        return set[SampleId]().union(*map(part, list(self.members.values())))
 
     def _rank_refusal(self, fence: m.Fence, term: Term) -> m.Refused | None:
         if fence.members != term.members:

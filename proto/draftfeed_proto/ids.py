@@ -1,12 +1,13 @@
 """Sample ids, and sets of them as intervals."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Annotated
 
 import msgspec
 
+from draftfeed_proto import ranges
 from draftfeed_proto.errors import MalformedMessage
 from draftfeed_proto.limits import MAX_ORDINALS
 from draftfeed_proto.wire import Count
@@ -69,14 +70,13 @@ class Shards(msgspec.Struct, frozen=True):
     def __contains__(self, partition: Partition) -> bool:
         dataset, epoch, shard = partition
         mine = (dataset, epoch) == (self.dataset, self.epoch)
-        return mine and bisect_right(self.ranges, shard) % 2 == 1
+        return mine and ranges.contains(self.ranges, shard)
 
     def __and__(self, other: "Shards") -> list[int]:
         """Numbers of the shards both have, as flattened ranges."""
         if (self.dataset, self.epoch) != (other.dataset, other.epoch):
             return []
-        mine = list(self.ranges)
-        return _difference(mine, _difference(mine, list(other.ranges)))
+        return ranges.intersection(self.ranges, other.ranges)
 
     def check(self) -> None:
         """Raises MalformedMessage when the ranges do not rise."""
@@ -116,13 +116,13 @@ class IdSet:
         if not isinstance(other, IdSet):
             other = IdSet(other)
         for partition, edges in other._ranges.items():
-            for start, stop in _pairs(edges):
+            for start, stop in ranges.pairs(edges):
                 self._add_range(partition, start, stop)
 
     def __sub__(self, other: "IdSet") -> "IdSet":
         rest = IdSet()
         for partition, edges in self._ranges.items():
-            if left := _difference(edges, other._ranges.get(partition, [])):
+            if left := ranges.difference(edges, other._ranges.get(partition, [])):
                 rest._ranges[partition] = left
         return rest
 
@@ -138,16 +138,18 @@ class IdSet:
         return twin
 
     def __contains__(self, id: SampleId) -> bool:
-        return bisect_right(self._ranges.get(id.partition, ()), id.ordinal) % 2 == 1
+        return ranges.contains(self._ranges.get(id.partition, ()), id.ordinal)
 
     def __iter__(self) -> Iterator[SampleId]:
         for partition in sorted(self._ranges):
-            for start, stop in _pairs(self._ranges[partition]):
+            for start, stop in ranges.pairs(self._ranges[partition]):
                 for ordinal in range(start, stop):
                     yield SampleId(*partition, ordinal)
 
     def __len__(self) -> int:
-        return sum(stop - start for edges in self._ranges.values() for start, stop in _pairs(edges))
+        return sum(
+            stop - start for edges in self._ranges.values() for start, stop in ranges.pairs(edges)
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, IdSet) and self._ranges == other._ranges
@@ -175,12 +177,7 @@ class IdSet:
         return ids
 
     def _add_range(self, partition: Partition, start: int, stop: int) -> None:
-        edges = self._ranges.setdefault(partition, [])
-        # An edge at an even index opens a range: touching ranges are merged by taking them in.
-        low, high = bisect_left(edges, start), bisect_right(edges, stop)
-        opening = [start] if low % 2 == 0 else []
-        closing = [stop] if high % 2 == 0 else []
-        edges[low:high] = opening + closing
+        ranges.add(self._ranges.setdefault(partition, []), start, stop)
 
 
 def _are_ranges(edges: list[int]) -> bool:
@@ -188,16 +185,3 @@ def _are_ranges(edges: list[int]) -> bool:
         return False
     rising = all(a < b for a, b in pairwise(edges))
     return rising and edges[0] >= 0 and edges[-1] <= MAX_ORDINALS
-
-
-def _difference(left: list[int], right: list[int]) -> list[int]:
-    edges: list[int] = []
-    for edge in sorted({*left, *right}):
-        inside = bisect_right(left, edge) % 2 == 1 and bisect_right(right, edge) % 2 == 0
-        if inside != (len(edges) % 2 == 1):
-            edges.append(edge)
-    return edges
-
-
-def _pairs(edges: list[int]) -> Iterator[tuple[int, int]]:
-    return zip(edges[::2], edges[1::2], strict=True)

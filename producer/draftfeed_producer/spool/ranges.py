@@ -4,6 +4,7 @@ import re
 from itertools import chain, pairwise
 
 from draftfeed_producer.errors import ShardError
+from draftfeed_proto import ranges
 
 Ranges = tuple[int, ...]
 """Half-open, flattened: (start, stop, start, stop, ...), rising, not touching."""
@@ -20,36 +21,22 @@ def parse_ranges(text: str) -> Ranges:
     return union(tuple(chain.from_iterable(spans)), ())
 
 
-def format_ranges(ranges: Ranges) -> str:
+def format_ranges(shards: Ranges) -> str:
     """Inverse of `parse_ranges`; "none" when there are none."""
-    spans = zip(ranges[::2], ranges[1::2], strict=True)
-    words = [f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in spans]
+    words = [f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in ranges.pairs(shards)]
     return ",".join(words) or "none"
 
 
 def union(left: Ranges, right: Ranges) -> Ranges:
-    spans = sorted([*_spans(left), *_spans(right)])
-    edges: list[int] = []
-    for start, stop in spans:
-        if edges and start <= edges[-1]:
-            edges[-1] = max(edges[-1], stop)
-        else:
-            edges += [start, stop]
-    return tuple(edges)
+    return tuple(ranges.union(left, right))
 
 
 def difference(left: Ranges, right: Ranges) -> Ranges:
-    edges = sorted({*left, *right})
-    kept = [(a, b) for a, b in pairwise(edges) if _within(a, left) and not _within(a, right)]
-    return union(tuple(chain.from_iterable(kept)), ())
+    return tuple(ranges.difference(left, right))
 
 
-def _within(shard: int, ranges: Ranges) -> bool:
-    return any(start <= shard < stop for start, stop in _spans(ranges))
-
-
-def _spans(ranges: Ranges) -> list[tuple[int, int]]:
-    return list(zip(ranges[::2], ranges[1::2], strict=True))
+def intersection(left: Ranges, right: Ranges) -> Ranges:
+    return tuple(ranges.intersection(left, right))
 
 
 def _span(part: str, text: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from draftfeed_producer.errors import ShardError, SpoolError
 from draftfeed_producer.spool.control import Control, Owned
 from draftfeed_producer.spool.control_log import KEEP_ALL, ControlLog
 from draftfeed_producer.spool.directory import CONTROL_LOG, check_exist, lock, read_owner
-from draftfeed_producer.spool.ranges import Ranges, difference, format_ranges, union
+from draftfeed_producer.spool.ranges import Ranges, difference, format_ranges, intersection, union
 from draftfeed_producer.spool.reader import Reader
 from draftfeed_proto.ids import IdSet, Shards
 
@@ -48,7 +48,7 @@ def take(directory: Path, ranges: Ranges, *, lost: bool) -> Shards:
     try:
         check_exist(ranges, read_owner(directory).prompts)
         owned = _owned(Reader(directory).control, directory)
-        if twice := difference(ranges, difference(ranges, owned.shards.ranges)):
+        if twice := intersection(ranges, owned.shards.ranges):
             raise ShardError(f"{directory} has shards {format_ranges(twice)} already")
         all_shards = _with_ranges(owned.shards, union(owned.shards.ranges, ranges))
         gone = union(owned.lost.ranges, ranges) if lost else owned.lost.ranges
@@ -76,7 +76,7 @@ def begun(reader: Reader) -> Ranges:
 
 
 def _check_not_begun(reader: Reader, ranges: Ranges) -> None:
-    if stuck := difference(ranges, difference(ranges, begun(reader))):
+    if stuck := intersection(ranges, begun(reader)):
         raise ShardError(
             f"{reader.directory}: shard {format_ranges(stuck)} is begun: what is stored, committed "
             "or rejected of it is in this spool and stays there"

@@ -1,0 +1,42 @@
+"""Sets of whole numbers as half-open ranges, flattened: [start, stop, start, stop, ...], rising and
+not touching."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+
+
+def contains(edges: Sequence[int], number: int) -> bool:
+    return bisect_right(edges, number) % 2 == 1
+
+
+def add(edges: list[int], start: int, stop: int) -> None:
+    # An edge at an even index opens a range: touching ranges are merged by taking them in.
+    low, high = bisect_left(edges, start), bisect_right(edges, stop)
+    opening = [start] if low % 2 == 0 else []
+    closing = [stop] if high % 2 == 0 else []
+    edges[low:high] = opening + closing
+
+
+def union(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """Of parts that may also overlap or touch, in any order."""
+    edges: list[int] = []
+    for start, stop in (*pairs(left), *pairs(right)):
+        add(edges, start, stop)
+    return edges
+
+
+def difference(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    edges: list[int] = []
+    for edge in sorted({*left, *right}):
+        inside = contains(left, edge) and not contains(right, edge)
+        if inside != (len(edges) % 2 == 1):
+            edges.append(edge)
+    return edges
+
+
+def intersection(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    return difference(left, difference(left, right))
+
+
+def pairs(edges: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return zip(edges[::2], edges[1::2], strict=True)
