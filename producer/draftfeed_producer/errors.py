@@ -6,6 +6,7 @@ ProducerError (ValueError)
 ├── LayerIdError          layer ids the target does not have, or not in rising order
 ├── MissingPackageError   an optional dependency is not installed
 ├── CaptureError          a sample whose rows are incomplete even after it was made again
+├── RingTooSmall          more rows at once than the staging ring has slots
 ├── BindError             the server cannot listen on its address
 └── SpoolError            the spool cannot be used
     ├── SpoolBusy         another producer owns it
@@ -61,6 +62,15 @@ class CaptureError(ProducerError):
             "the model does not call every tapped decoder block in each forward pass"
         )
         self.sample_id, self.missing, self.fed = sample_id, missing, fed
+
+
+class RingTooSmall(ProducerError):
+    def __init__(self, rows: int, slots: int) -> None:
+        super().__init__(
+            f"{rows} rows were asked for at once, and the staging ring has {slots} slots; "
+            "make the ring larger, or gather in smaller pieces"
+        )
+        self.rows, self.slots = rows, slots
 
 
 class BindError(ProducerError):
