@@ -62,3 +62,81 @@ class TransformersConfig(
             raise ValueError(f"batch_size is {self.batch_size}, it must be at least 1")
         if self.threads < 0:
             raise ValueError(f"threads is {self.threads}, it must not be negative")
+
+
+_OURS = {
+    "model_path": "[target] path",
+    "tp_size": "[engine] tp_size",
+    "mem_fraction_static": "[engine] memory_fraction",
+    "max_running_requests": "[engine] concurrency",
+    "base_gpu_id": "[engine] replica",
+    "random_seed": "[engine.sampling] seed",
+    "disable_radix_cache": "[capture] prefix_cache",
+    "return_aux_hidden_state_layer_ids": "[target] layer_ids",
+    "enable_return_aux_hidden_states": "nothing: it is always on",
+    "skip_tokenizer_init": "nothing: the producer tokenises",
+}
+"""SGLang's arguments that follow from keys of ours."""
+_IN_THE_WAY = ("speculative_", "enable_hierarchical_cache", "hicache_", "enable_hisparse")
+_ONE = ("pp_size", "dp_size", "nnodes")
+
+
+class SGLangConfig(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="sglang",
+):
+    """SGLang, unpatched, in processes of its own; one replica of the target."""
+
+    python: str | None = None
+    """The interpreter that has SGLang and draftfeed installed; None: the producer's own."""
+    concurrency: int = 64
+    """Requests that are in the engine at a time."""
+    tp_size: int = 1
+    """GPUs of this replica."""
+    replica: int = 0
+    """Which of the machine's replicas: it takes GPUs from replica * tp_size on."""
+    memory_fraction: float | None = None
+    """Of each GPU's memory, for weights and KV cache; None: SGLang chooses."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """auto: what the checkpoint says."""
+    ring_bytes: int = 256 << 20
+    """Pinned shared memory through which rows leave the engine."""
+    start_timeout_seconds: float = 1800.0
+    """From starting the engine's process to its first sample."""
+    args: dict[str, Any] = {}
+    """More arguments of SGLang's, by their Python names; SGLang checks them."""
+    sampling: SamplingConfig = SamplingConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "tp_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+        if self.replica < 0:
+            raise ValueError(f"replica is {self.replica}, it must not be negative")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction < 1:
+            raise ValueError(f"memory_fraction is {self.memory_fraction}, it must be in (0, 1)")
+        if self.ring_bytes < 1 << 20:
+            raise ValueError(f"ring_bytes is {self.ring_bytes}, it must be at least 1 MiB")
+        if self.start_timeout_seconds <= 0:
+            raise ValueError("start_timeout_seconds must be positive")
+        for key, value in self.args.items():
+            _check_argument(key, value)
+
+
+def _check_argument(key: str, value: Any) -> None:
+    """Raises ValueError for what cannot go with a capture."""
+    if key in _OURS:
+        raise ValueError(f"args.{key} is not for [engine.args]; it follows from {_OURS[key]}")
+    if key in _ONE and value != 1:
+        hint = "start one producer for each replica" if key == "dp_size" else "it must be 1"
+        raise ValueError(f"args.{key} is {value!r}: capture needs every layer in one engine; {hint}")
+    if key.startswith(_IN_THE_WAY) and value:
+        raise ValueError(
+            f"args.{key}: rows are lost under speculative decoding and with a KV cache that is "
+            "moved to the host; generate without capture, then capture the responses in one pass "
+            'each with [capture] mode = "prefill"'
+        )
