@@ -2,7 +2,8 @@
 
 import msgspec
 
-from draftfeed_producer.engines import EngineConfig, SyntheticConfig
+from draftfeed_producer.engines import CaptureConfig, EngineConfig, SyntheticConfig
+from draftfeed_producer.engines.config import SGLangConfig
 from draftfeed_producer.errors import ProducerError
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
@@ -12,15 +13,22 @@ from draftfeed_producer.target import TargetConfig
 
 class ProducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: EngineConfig
-    """`name = "transformers"` runs a model, `name = "synthetic"` makes samples without one."""
+    """`name = "sglang"` or `"transformers"` runs a model, `"synthetic"` makes samples without."""
+    capture: CaptureConfig = CaptureConfig()
     target: TargetConfig | None = None
     prompts: PromptsConfig | None = None
     spool: SpoolConfig
     server: ServerConfig = ServerConfig()
 
     def __post_init__(self) -> None:
-        if isinstance(self.engine, SyntheticConfig) and (self.target or self.prompts):
+        if self.capture.prefix_cache and not isinstance(self.engine, SGLangConfig):
+            raise ValueError('[capture] prefix_cache is for [engine] name = "sglang": remove it')
+        if not isinstance(self.engine, SyntheticConfig):
+            return
+        if self.target or self.prompts:
             raise ValueError("the synthetic engine has neither [target] nor [prompts]: remove them")
+        if self.capture.mode == "prefill":
+            raise ValueError('the synthetic engine has no responses for [capture] mode = "prefill"')
 
     def needed(self) -> tuple[TargetConfig, PromptsConfig]:
         """The tables an engine with a model needs. Raises ProducerError."""

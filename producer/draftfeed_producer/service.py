@@ -141,7 +141,8 @@ class ProducerService:
         return file_source(file, limit)
 
     def _load_engine(self, stack: ExitStack) -> Engine:
-        self._engine = engine = make_engine(self._config.engine, self._config.target)
+        config = self._config
+        self._engine = engine = make_engine(config.engine, config.target, config.capture)
         stack.callback(engine.close)
         if self._stopped.is_set():
             engine.stop()

@@ -17,7 +17,7 @@ from draftfeed_consumer.trainers.specforge_options import SpecForgeOptions
 from draftfeed_deploy.config import build
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import SyntheticConfig, TransformersConfig
-from draftfeed_producer.engines.config import SamplingConfig
+from draftfeed_producer.engines.config import CaptureConfig, SamplingConfig
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
 from draftfeed_producer.spool import SpoolConfig
@@ -29,6 +29,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     '`[engine]` with `name = "transformers"`': TransformersConfig,
     "\n`[engine.sampling]`": SamplingConfig,
     '`[engine]` with `name = "synthetic"`': SyntheticConfig,
+    "\n`[capture]`": CaptureConfig,
     "`[target]`\n": TargetConfig,
     "`[prompts]`\n": PromptsConfig,
     "`[spool]`": SpoolConfig,

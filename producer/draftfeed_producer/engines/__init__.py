@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from draftfeed_producer.engines.config import SamplingConfig, TransformersConfig
+from draftfeed_producer.engines.config import CaptureConfig, SamplingConfig, TransformersConfig
 from draftfeed_producer.engines.synthetic import SyntheticConfig, SyntheticEngine
 from draftfeed_producer.errors import MissingPackageError
 from draftfeed_producer.prompts import Prompt
@@ -12,6 +12,7 @@ from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.sample import Sample
 
 __all__ = [
+    "CaptureConfig",
     "Engine",
     "EngineConfig",
     "SamplingConfig",
@@ -40,7 +41,8 @@ class Engine(Protocol):
         ...
 
     def max_rows(self, prompt_tokens: int) -> int:
-        """Rows of the longest sample that a prompt of up to so many tokens can become."""
+        """Rows of the longest sample that a prompt of up to so many tokens can become. In prefill
+        mode those tokens are the prompt's and the response's."""
         ...
 
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
@@ -61,8 +63,12 @@ class Engine(Protocol):
         ...
 
 
-def make_engine(config: EngineConfig, target: TargetConfig | None = None) -> Engine:
-    """Loads what the engine needs; the synthetic one has no target.
+def make_engine(
+    config: EngineConfig,
+    target: TargetConfig | None = None,
+    capture: CaptureConfig = CaptureConfig(),  # noqa: B008 - frozen
+) -> Engine:
+    """Loads what the engine needs; the synthetic one has no target, and nothing to capture.
 
     Raises ModelError, LayerIdError, MissingPackageError.
     """
@@ -73,4 +79,4 @@ def make_engine(config: EngineConfig, target: TargetConfig | None = None) -> Eng
         from draftfeed_producer.engines.transformers import TransformersEngine
     except ImportError:
         raise MissingPackageError("torch or transformers", "transformers") from None
-    return TransformersEngine(config, load_target(target), target.layer_ids)
+    return TransformersEngine(config, load_target(target), target.layer_ids, capture)

@@ -5,6 +5,23 @@ from typing import Any, Literal
 import msgspec
 
 
+class CaptureConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the responses come from, and how their rows are held until a sample is whole."""
+
+    mode: Literal["live", "prefill"] = "live"
+    """live: the target generates, and is captured meanwhile. prefill: the prompt file has the
+    responses, and one pass over each captures them."""
+    prefix_cache: bool = False
+    """SGLang only: prompts share the KV cache of a common beginning, rows are kept by KV slot."""
+    staging_bytes: int = 8 << 30
+    """Host memory for the rows of samples that are not finished. A prompt is submitted only when
+    its longest sample fits."""
+
+    def __post_init__(self) -> None:
+        if self.staging_bytes < 1:
+            raise ValueError(f"staging_bytes is {self.staging_bytes}, it must be at least 1")
+
+
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How responses are drawn."""
 

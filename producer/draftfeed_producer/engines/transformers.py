@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from draftfeed_producer.engines.capture import BlockTap
-from draftfeed_producer.engines.config import TransformersConfig
+from draftfeed_producer.engines.config import CaptureConfig, TransformersConfig
 from draftfeed_producer.engines.sampling import SeededSampler
 from draftfeed_producer.errors import CaptureError, ModelError
 from draftfeed_producer.prompts import Prompt
@@ -45,7 +45,11 @@ class TransformersEngine:
     """
 
     def __init__(
-        self, config: TransformersConfig, target: Target, layer_ids: Sequence[int] | None = None
+        self,
+        config: TransformersConfig,
+        target: Target,
+        layer_ids: Sequence[int] | None = None,
+        capture: CaptureConfig = CaptureConfig(),  # noqa: B008 - frozen
     ) -> None:
         """Loads the weights. Raises LayerIdError, ModelError."""
         self.descriptor = target.descriptor(layer_ids)
