@@ -2,11 +2,13 @@
 
 ProducerError (ValueError)
 ├── PromptError           the prompt file, or one line of it, cannot be used
+├── LineError             why not; who has the file makes a PromptError of it
 ├── ModelError            a directory that is not a model this engine can run
 ├── LayerIdError          layer ids the target does not have, or not in rising order
 ├── MissingPackageError   an optional dependency is not installed
 ├── CaptureError          a sample whose rows are incomplete even after it was made again
 ├── RingTooSmall          more rows at once than the staging ring has slots
+├── EngineError           the engine cannot start, or keeps dying
 ├── BindError             the server cannot listen on its address
 └── SpoolError            the spool cannot be used
     ├── SpoolBusy         another producer owns it
@@ -32,6 +34,10 @@ class PromptError(ProducerError):
         where = f"{path}, line {line}" if line is not None else str(path)
         super().__init__(f"{where}: {reason}")
         self.path, self.line, self.reason = str(path), line, reason
+
+
+class LineError(ProducerError):
+    """What is wrong with a line, whichever it is."""
 
 
 class ModelError(ProducerError):
@@ -71,6 +77,10 @@ class RingTooSmall(ProducerError):
             "make the ring larger, or gather in smaller pieces"
         )
         self.rows, self.slots = rows, slots
+
+
+class EngineError(ProducerError):
+    """An engine that runs in processes of its own cannot start, or keeps dying."""
 
 
 class BindError(ProducerError):

@@ -1,8 +1,9 @@
 """Prompt files: JSONL in, tokenised prompts out, one at a time.
 
-A line is a chat, `{"messages": [...], "tools": [...]}`, or raw text, `{"prompt": "..."}`; both may
-carry the user's own `"id"`. The file is checked once from end to end when it is opened; after
-that only the place of each line is held in memory, and prompts are tokenised when they are due.
+A line is a chat, `{"messages": [...], "tools": [...]}`, raw text, `{"prompt": "..."}`, or tokens,
+`{"prompt_ids": [...]}`; in prefill mode each of them has its response, too. All may carry the
+user's own `"id"`. The file is checked once from end to end when it is opened; after that only the
+place of each line is held in memory, and prompts are tokenised when they are due.
 """
 
 import hashlib
@@ -11,14 +12,14 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from draftfeed_producer.errors import PromptError
+from draftfeed_producer.errors import LineError, PromptError
+from draftfeed_producer.prompt_lines import CaptureMode, Line, LineReader, Tokens
 from draftfeed_proto.ids import IdSet, SampleId, Shards
-from draftfeed_proto.limits import MAX_NAME_CHARS
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     thinking: bool | None = None
     """Passed to the chat template as `enable_thinking`; None leaves the template's default."""
     max_prompt_tokens: int | None = None
-    """Longer prompts are bad lines. None: what the model's context leaves beside the response."""
+    """Longer prompts are bad lines; in prefill mode the response counts, too. None: what the
+    model's context leaves beside a response that is still to be generated."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
@@ -59,54 +61,15 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     """The line's own "id", or its ordinal."""
     input_ids: np.ndarray
     """int32[p], p >= 1."""
+    response_ids: np.ndarray | None = None
+    """int32[r], r >= 1, in prefill mode; None: the target answers."""
+    finish_reason: str | None = None
+    """Why that response ended, where the line says so."""
 
-
-class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Text] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("a message needs `content`")
-
-
-class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    id: str | None = None
-    messages: list[_Message] | None = None
-    tools: list[dict[str, Any]] | None = None
-    prompt: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.messages is None) == (self.prompt is None):
-            raise ValueError('a line has either "messages" or "prompt"')
-        if self.prompt is not None and self.tools is not None:
-            raise ValueError('"tools" need "messages"')
-        if self.id is not None and not _is_name(self.id):
-            raise ValueError(
-                f'"id" must have 1 to {MAX_NAME_CHARS} characters, all of them Unicode'
-            )
-        if self.messages == []:
-            raise ValueError('"messages" is empty')
-        if self.messages is not None and self.messages[-1].role == "assistant":
-            raise ValueError("the last message is the assistant's: cut it, the target answers")
-
-
-def _is_name(text: str) -> bool:
-    """Whether it can be a sample's key; a lone surrogate passes JSON but is no Unicode."""
-    lone_surrogate = any("\ud800" <= character <= "\udfff" for character in text)
-    return 0 < len(text) <= MAX_NAME_CHARS and not lone_surrogate
-
-
-_decoder = msgspec.json.Decoder(_Line)
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and, where there is one, its response."""
+        return len(self.input_ids) + (0 if self.response_ids is None else len(self.response_ids))
 
 
 class PromptFile:
@@ -115,15 +78,24 @@ class PromptFile:
     Owns an open file until `close()`. Not for several threads at once.
     """
 
-    def __init__(self, config: PromptsConfig, tokenizer: Any, max_prompt_tokens: int) -> None:
-        """Reads the whole file once. `tokenizer` is a Hugging Face tokenizer.
+    def __init__(
+        self,
+        config: PromptsConfig,
+        tokenizer: Any,
+        max_prompt_tokens: int,
+        mode: CaptureMode = "live",
+        vocab_size: int | None = None,
+    ) -> None:
+        """Reads the whole file once. `tokenizer` is a Hugging Face tokenizer; in prefill mode the
+        limit is of prompt and response together. `vocab_size` None: the tokenizer's.
 
         Raises PromptError for the first line that cannot be used, unless `skip_bad`, and for a
         file that has no usable line.
         """
         self._config = config
         self._path = Path(config.path)
-        self._tokenizer = tokenizer
+        vocab_size = len(tokenizer) if vocab_size is None else vocab_size
+        self._reader = LineReader(tokenizer, config.thinking, mode, vocab_size)
         self._max_prompt_tokens = max_prompt_tokens
         self._starts = array("q")
         self._bad: set[int] = set()
@@ -177,7 +149,9 @@ class PromptFile:
     def prompt(self, ordinal: int) -> Prompt:
         """Raises PromptError when the line cannot be used."""
         line = self._parse(self._read(ordinal), ordinal)
-        return Prompt(self.id(ordinal), _key(line, ordinal), self._tokenise(line, ordinal))
+        tokens = self._tokens(line, ordinal)
+        key = _key(line, ordinal)
+        return Prompt(self.id(ordinal), key, tokens.prompt, tokens.response, line.finish_reason)
 
     def prompts(self, ordinals: Iterable[int] | None = None) -> Iterator[Prompt]:
         """The prompts of these lines (default: all), lazily; bad ones are left out.
@@ -230,51 +204,32 @@ class PromptFile:
         line = self._parse(raw, ordinal)
         # Tokenising a million prompts takes minutes. A token is at least a byte, so only lines
         # that are long can be too long; the first lines show whether the template fits at all.
-        if ordinal < _TRIED_AT_START or 2 * len(raw) > self._max_prompt_tokens:
-            self._tokenise(line, ordinal)
+        long = 2 * len(raw) > self._max_prompt_tokens
+        if ordinal < _TRIED_AT_START or long or line.prompt_ids is not None:
+            self._tokens(line, ordinal)
         key = _key(line, ordinal)
         first = seen.setdefault(key, ordinal)
         if first != ordinal:
             raise self._error(ordinal, f'"id" {key!r} is also that of line {first + 1}')
 
-    def _parse(self, raw: bytes, ordinal: int) -> _Line:
-        if not raw.strip():
-            raise self._error(ordinal, "is blank")
+    def _parse(self, raw: bytes, ordinal: int) -> Line:
         try:
-            return _decoder.decode(raw)
-        except msgspec.DecodeError as error:  # its subclass ValidationError included
+            return self._reader.parse(raw)
+        except LineError as error:
             raise self._error(ordinal, str(error)) from None
 
-    def _tokenise(self, line: _Line, ordinal: int) -> np.ndarray:
-        """int32[p]. The response's mask is positional, so this text is never tokenised again."""
-        if line.messages is None:
-            ids = self._tokenizer(line.prompt)["input_ids"]
-        else:
-            text = self._render(line, ordinal)
-            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if not ids:
-            raise self._error(ordinal, "has no tokens")
-        if len(ids) > self._max_prompt_tokens:
-            limit = self._max_prompt_tokens
-            raise self._error(ordinal, f"prompt of {len(ids)} tokens, the limit is {limit}")
-        return np.asarray(ids, np.int32)
-
-    def _render(self, line: _Line, ordinal: int) -> str:
-        thinking = self._config.thinking
-        options = {} if thinking is None else {"enable_thinking": thinking}
+    def _tokens(self, line: Line, ordinal: int) -> Tokens:
         try:
-            text = self._tokenizer.apply_chat_template(
-                msgspec.to_builtins(line.messages),
-                tools=line.tools,
-                tokenize=False,
-                add_generation_prompt=True,
-                **options,
-            )
-        # Templates are programs that come with the model: they raise what they like.
-        except Exception as error:  # noqa: BLE001
-            raise self._error(ordinal, f"the chat template refuses it: {error}") from None
-        assert isinstance(text, str)
-        return text
+            tokens = self._reader.tokens(line)
+        except LineError as error:
+            raise self._error(ordinal, str(error)) from None
+        given = tokens.response
+        what = "prompt" if given is None else "prompt and response"
+        count = len(tokens.prompt) + (0 if given is None else len(given))
+        if count > self._max_prompt_tokens:
+            reason = f"{what} of {count} tokens, the limit is {self._max_prompt_tokens}"
+            raise self._error(ordinal, reason)
+        return tokens
 
     def _read(self, ordinal: int) -> bytes:
         if not 0 <= ordinal < self.lines:
@@ -300,7 +255,7 @@ class PromptFile:
         return PromptError(self._path, ordinal + 1, reason)
 
 
-def _key(line: _Line, ordinal: int) -> str:
+def _key(line: Line, ordinal: int) -> str:
     return str(ordinal) if line.id is None else line.id
 
 

@@ -12,7 +12,7 @@ from draftfeed_producer.admission import Admission
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
-from draftfeed_producer.errors import SpoolFull
+from draftfeed_producer.errors import ProducerError, SpoolFull
 from draftfeed_producer.listener import Listener
 from draftfeed_producer.prompts import PromptFile, prompt_limit
 from draftfeed_producer.server import Server, ServerStatistics
@@ -133,10 +133,14 @@ class ProducerService:
         if isinstance(engine, SyntheticConfig):
             return synthetic_source(engine)
         target_config, prompts_config = self._config.needed()
-        target = load_target(target_config)
-        positions = _longest_sequence(target, target.descriptor(target_config.layer_ids))
-        limit = prompt_limit(prompts_config, positions, engine.sampling.max_new_tokens)
-        file = PromptFile(prompts_config, target.tokenizer, limit)
+        target, capture = load_target(target_config), self._config.capture
+        descriptor = target.descriptor(target_config.layer_ids)
+        to_come = engine.sampling.max_new_tokens if capture.mode == "live" else 0
+        held = _staged_rows(descriptor, capture.staging_bytes, to_come)
+        positions = _longest_sequence(target, descriptor, held)
+        limit = prompt_limit(prompts_config, positions, to_come)
+        vocab_size = descriptor.vocab_size
+        file = PromptFile(prompts_config, target.tokenizer, limit, capture.mode, vocab_size)
         stack.callback(file.close)
         return file_source(file, limit)
 
@@ -226,11 +230,23 @@ class ProducerService:
         )
 
 
-def _longest_sequence(target: Target, descriptor: Descriptor) -> int:
+def _staged_rows(descriptor: Descriptor, staging_bytes: int, to_come: int) -> int:
+    """Rows for which there is memory. Raises ProducerError when a response alone needs more."""
+    row_bytes = 2 * len(descriptor.layer_ids) * descriptor.hidden_size
+    rows = staging_bytes // row_bytes
+    if rows < max(to_come, 1):
+        raise ProducerError(
+            f"[capture] staging_bytes = {staging_bytes} holds {rows} rows of {row_bytes} bytes, "
+            f"the shortest prompt may need {max(to_come, 1)}; raise it, or lower max_new_tokens"
+        )
+    return rows
+
+
+def _longest_sequence(target: Target, descriptor: Descriptor, held_rows: int) -> int:
     """In tokens: of those the target was made for, and so that its sample is one the protocol
-    allows."""
+    allows and one that can be held."""
     rows = longest_rows(len(descriptor.layer_ids), descriptor.hidden_size)
-    return min(target.max_positions, rows + 1)
+    return min(target.max_positions, min(rows, held_rows) + 1)
 
 
 def describe(descriptor: Descriptor) -> str:

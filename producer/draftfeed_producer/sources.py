@@ -22,7 +22,7 @@ class PromptSource(NamedTuple):
     skipped: IdSet
     """Of the lines that are no prompts."""
     longest_prompt: int
-    """In tokens, at most."""
+    """In tokens, at most; its response, where it has one, included."""
     find: Callable[[SampleId], Prompt | None]
     """None for a line found to be no prompt only now. Raises PromptError."""
 
