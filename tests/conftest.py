@@ -2,6 +2,9 @@
 
 import pytest
 
+# Tests of one module that others import, each for its own engine.
+pytest.register_assert_rewrite("engine_suite")
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for group in terminalreporter.stats.values() for report in group]

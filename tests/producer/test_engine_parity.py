@@ -2,11 +2,9 @@
 
 import gc
 import json
-import math
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,27 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftfeed_producer.engines import SamplingConfig, TransformersConfig
+from draftfeed_producer.engines import CaptureConfig, SamplingConfig, TransformersConfig
 from draftfeed_producer.engines.transformers import TransformersEngine
 from draftfeed_producer.errors import CaptureError
-from draftfeed_producer.prompts import Prompt
-from draftfeed_producer.tap.reference import to_wire
 from draftfeed_producer.target import TargetConfig, load_target
-from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
+from engine_suite import (  # noqa: F401 - the tests are run here
+    LENGTHS,
+    Captured,
+    errors,
+    full_forward,
+    given,
+    make_prompts,
+    test_counters_are_the_sums_over_a_samples_own_rows,
+    test_every_sample_has_one_id_more_than_rows,
+    test_layer_ids_shifted_by_one_do_not_pass_for_equal,
+    test_prefill_of_a_response_makes_the_sample_that_live_capture_made,
+    test_rows_captured_in_prefill_mode_equal_one_full_forward_pass,
+    test_rows_captured_while_generating_equal_one_full_forward_pass,
+    test_rows_shifted_by_one_do_not_pass_for_equal,
+    test_the_last_block_is_served_before_the_final_norm,
+)
 
 # The first test on a machine makes the SmolLM2 directory, which takes half a minute or more.
 pytestmark = pytest.mark.timeout(300)
@@ -37,34 +48,6 @@ CASES = {
     "tiny_qwen35-bfloat16": ("tiny_qwen35", (0, 3, 7)),
     "tiny_qwen35_multimodal-float32": ("tiny_qwen35_multimodal", (1, 4, 7)),
 }
-
-
-@dataclass
-class Reference:
-    """fp16 values as float32, of one sequence of n fed tokens."""
-
-    blocks: np.ndarray
-    """[n, N, H], what each decoder block puts out."""
-    final: np.ndarray
-    """[n, H], the last block's output after the final norm."""
-
-
-@dataclass
-class Captured:
-    layer_ids: tuple[int, ...]
-    tolerance: float
-    samples: list[Sample]
-    references: list[Reference]
-
-    def pairs(self) -> Iterator[tuple[np.ndarray, Reference]]:
-        for sample, reference in zip(self.samples, self.references, strict=True):
-            yield sample.hidden_states.astype(np.float32), reference
-
-
-def make_prompts(lengths: list[int], vocab: int = 400) -> list[Prompt]:
-    rng = np.random.default_rng(11)
-    ids = (rng.integers(3, vocab, length).astype(np.int32) for length in lengths)
-    return [Prompt(SampleId("f" * 16, 0, 0, i), f"p{i}", x) for i, x in enumerate(ids)]
 
 
 def make_engine(
@@ -83,112 +66,40 @@ def make_engine(
     return TransformersEngine(config, load_target(TargetConfig(path=str(path))), layer_ids)
 
 
-def full_forward(path: Path, dtype: str) -> Callable[[np.ndarray], Reference]:
-    """Reads Hugging Face's own `hidden_states`, whose index k+1 is layer id k. Its last entry is
-    post-norm, so the last block's output is read at the final norm's input."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-    before_norm: list[torch.Tensor] = []
-    model.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
-
-    def forward(input_ids: np.ndarray) -> Reference:
-        before_norm.clear()
-        tokens = torch.from_numpy(input_ids.astype(np.int64))[None]
-        with torch.inference_mode():
-            out = model(tokens, output_hidden_states=True, use_cache=False)
-        blocks = torch.stack([*out.hidden_states[1:-1], before_norm[0]], dim=2)[0]
-        wire = [to_wire(x)[0].float().numpy() for x in (blocks, out.hidden_states[-1][0])]
-        return Reference(*wire)
-
-    return forward
-
-
 @pytest.fixture(scope="module", params=CASES)
-def captured(request: pytest.FixtureRequest) -> Captured:
-    """Six prompts of mixed lengths in batches of four: the second batch reuses the staging."""
+def case(request: pytest.FixtureRequest) -> tuple[Path, tuple[int, ...], str]:
+    """Model directory, layer ids, dtype."""
     fixture, layer_ids = CASES[request.param]
-    dtype = request.param.rpartition("-")[2]
-    path = request.getfixturevalue(fixture)
+    return request.getfixturevalue(fixture), layer_ids, request.param.rpartition("-")[2]
+
+
+@pytest.fixture(scope="module")
+def captured(case: tuple[Path, tuple[int, ...], str]) -> Captured:
+    """Six prompts of mixed lengths in batches of four: the second batch reuses the staging."""
+    path, layer_ids, dtype = case
+    prompts = make_prompts(LENGTHS)
     # Drawn, not greedy: a random model soon repeats one token, and then rows repeat, too.
     engine = make_engine(path, layer_ids, dtype, temperature=1.0)
-    samples = list(engine.run(iter(make_prompts([5, 23, 1, 14, 9, 31]))))
+    samples = list(engine.run(iter(prompts)))
     assert len(samples) == 6
     assert engine.recaptured == 0
     engine.close()
     forward = full_forward(path, dtype)
     references = [forward(sample.input_ids[:-1]) for sample in samples]
-    return Captured(layer_ids, TOLERANCE[dtype], samples, references)
+    return Captured(layer_ids, TOLERANCE[dtype], NEW_TOKENS, prompts, samples, references)
 
 
-def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Relative L2 of each row, [2, rows]: over all channels, and without the 1% largest, which
-    in a model with massive activations would hide every other channel."""
-    small = np.argsort(np.abs(want).max(0))[: -math.ceil(0.01 * want.shape[1])]
-    views = (slice(None), small)
-    difference = [np.linalg.norm((got - want)[:, v], axis=1) for v in views]
-    return np.stack(difference) / [np.linalg.norm(want[:, v], axis=1) for v in views]
-
-
-def test_rows_captured_while_generating_equal_one_full_forward_pass(
-    captured: Captured, record_property: Callable[[str, object], None]
-):
-    worst = 0.0
-    for rows, reference in captured.pairs():
-        for i, k in enumerate(captured.layer_ids):
-            error = errors(rows[:, i], reference.blocks[:, k])
-            assert error.max() <= captured.tolerance, (k, error.max())
-            worst = max(worst, float(error.max()))
-    record_property("worst row's relative L2", f"{worst:.2e}")
-
-
-def test_layer_ids_shifted_by_one_do_not_pass_for_equal(captured: Captured):
-    """Ids shifted by one between tools, same shape, no error."""
-    for rows, reference in captured.pairs():
-        for i, k in enumerate(captured.layer_ids):
-            for other in {max(k - 1, 0), min(k + 1, reference.blocks.shape[1] - 1)} - {k}:
-                error = errors(rows[:, i], reference.blocks[:, other])
-                assert (error.max(1) > captured.tolerance).all(), (k, other, error.max(1))
-                assert (np.median(error, 1) > captured.tolerance).all(), (k, other)
-
-
-def test_rows_shifted_by_one_do_not_pass_for_equal(captured: Captured):
-    """The last sampled token has no row, off by one between ids and rows."""
-    for rows, reference in captured.pairs():
-        for i, k in enumerate(captured.layer_ids):
-            error = errors(rows[1:, i], reference.blocks[:-1, k])
-            assert (np.median(error, 1) > captured.tolerance).all(), k
-
-
-def test_the_last_block_is_served_before_the_final_norm(captured: Captured):
-    """Asking for the last block; pre- and post-norm state mixed up."""
-    for rows, reference in captured.pairs():
-        assert captured.layer_ids[-1] == reference.blocks.shape[1] - 1
-        last = rows[:, -1]
-        assert errors(last, reference.blocks[:, -1]).max() <= captured.tolerance
-        assert (np.median(errors(last, reference.final), 1) > captured.tolerance).all()
-
-
-def test_every_sample_has_one_id_more_than_rows(captured: Captured):
-    """The last sampled token was never fed, so it is a label without a row."""
-    prompts = make_prompts([5, 23, 1, 14, 9, 31])
-    for sample, prompt in zip(captured.samples, prompts, strict=True):
-        p, n = len(prompt.input_ids), len(sample.hidden_states)
-        response = len(sample.input_ids) - p
-        assert n == p + response - 1
-        np.testing.assert_array_equal(sample.input_ids[:p], prompt.input_ids)
-        assert sample.loss_mask.tolist() == [0] * p + [1] * response
-        assert sample.key == prompt.key
-        assert sample.finish_reason == ("length" if response == NEW_TOKENS else "stop")
-
-
-def test_counters_are_the_sums_over_a_samples_own_rows(captured: Captured):
-    for sample in captured.samples:
-        assert len(sample.counters) == len(captured.layer_ids)
-        states = np.ascontiguousarray(sample.hidden_states)
-        for layer, counters in enumerate(sample.counters):
-            column = states[:, layer]
-            assert counters.nonfinite == 0
-            assert counters.zero_rows == 0
-            assert counters.saturated == (np.abs(column) == 65504).sum()
+@pytest.fixture(scope="module")
+def prefilled(case: tuple[Path, tuple[int, ...], str], captured: Captured) -> list[Sample]:
+    """In batches of four, each of samples that are about as long as each other."""
+    path, layer_ids, dtype = case
+    config = TransformersConfig(dtype=dtype, batch_size=4, threads=1)  # type: ignore[arg-type]
+    target, capture = load_target(TargetConfig(path=str(path))), CaptureConfig(mode="prefill")
+    engine = TransformersEngine(config, target, layer_ids, capture)
+    samples = sorted(engine.run(iter(given(captured))), key=lambda sample: sample.id)
+    assert engine.recaptured == 0
+    engine.close()
+    return samples
 
 
 def words(sample: Sample) -> list[int]:

@@ -1,9 +1,9 @@
-"""The transformers engine: generates in batches, and captures while generating."""
+"""The transformers engine: captures batches, while generating or in one pass."""
 
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 
+_PREFILL_TOKENS = 8192
+"""Of one forward pass over responses that are there, padding included, unless one sample is
+longer: what a pass holds at once grows with them."""
+
 
 @dataclass(frozen=True)
 class _Response:
@@ -38,10 +42,11 @@ class _Response:
 
 
 class TransformersEngine:
-    """Left-padded batches through `generate`, forward hooks on the tapped blocks.
+    """Batches through the model, forward hooks on the tapped blocks.
 
-    A batch is as long as its longest response. It is started with what `prompts` gives, up to
-    `batch_size`; samples are yielded when the batch ends.
+    Live, left-padded prompts go through `generate`, and a batch is as long as its longest response.
+    In prefill mode right-padded prompts with their responses go through the decoder once. A batch
+    is started with what `prompts` gives, up to `batch_size`; samples are yielded when it ends.
     """
 
     def __init__(
@@ -56,6 +61,10 @@ class TransformersEngine:
         self.recaptured = 0
         """Samples made again because a row was missing. Anything but 0 deserves a look."""
         self._config = config
+        self._given = capture.mode == "prefill"
+        row_bytes = 2 * len(self.descriptor.layer_ids) * self.descriptor.hidden_size
+        staged_rows = capture.staging_bytes // row_bytes
+        self._batch_rows = min(staged_rows, _PREFILL_TOKENS) if self._given else staged_rows
         self._model: Any = _load_model(config, target.path)
         blocks = decoder_blocks(self._model, target)
         tapped = [blocks[k] for k in self.descriptor.layer_ids]
@@ -66,7 +75,8 @@ class TransformersEngine:
 
     def max_rows(self, prompt_tokens: int) -> int:
         """See `Engine.max_rows`. The last token is sampled and never fed."""
-        return prompt_tokens + self._config.sampling.max_new_tokens - 1
+        to_come = 0 if self._given else self._config.sampling.max_new_tokens
+        return prompt_tokens + to_come - 1
 
     def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
         """See `Engine.run`. Raises CaptureError."""
@@ -74,14 +84,11 @@ class TransformersEngine:
             torch.set_num_threads(self._config.threads)
         size = self._config.batch_size
         open_prompts = itertools.takewhile(lambda _: not self._stopped.is_set(), prompts)
-        while batch := list(itertools.islice(open_prompts, size)):
-            incomplete = []
-            for sample, prompt in zip(self._generate(batch), batch, strict=True):
-                if isinstance(sample, Sample):
-                    yield sample
-                elif sample is not None:
-                    incomplete.append(prompt)
-            yield from self._again(incomplete)
+        while together := list(itertools.islice(open_prompts, size)):
+            for batch in self._batches(together):
+                if self._stopped.is_set():
+                    return
+                yield from self._samples(batch)
 
     @property
     def captured(self) -> int:
@@ -95,18 +102,49 @@ class TransformersEngine:
         self._model = None
         self._tap.close()
 
+    def _batches(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
+        """In parts whose rows there is memory for."""
+        if self._given:  # of like lengths, so that little of a pass is padding
+            prompts = sorted(prompts, key=lambda prompt: prompt.tokens)
+        return _cut(prompts, lambda prompt: self.max_rows(prompt.tokens), self._batch_rows)
+
+    def _samples(self, batch: list[Prompt]) -> Iterator[Sample]:
+        incomplete = []
+        for sample, prompt in zip(self._capture(batch), batch, strict=True):
+            if isinstance(sample, Sample):
+                yield sample
+            elif sample is not None:
+                incomplete.append(prompt)
+        yield from self._again(incomplete)
+
     def _again(self, incomplete: list[Prompt]) -> Iterator[Sample]:
         for prompt in incomplete:
             logger.warning("sample %s has missing rows: making it again, alone", prompt.id)
             self.recaptured += 1
-            (sample,) = self._generate([prompt])
+            (sample,) = self._capture([prompt])
             if isinstance(sample, CaptureError):
                 raise sample
             if sample is not None:
                 yield sample
 
-    def _generate(self, batch: list[Prompt]) -> Iterator[Sample | CaptureError | None]:
+    def _capture(self, batch: list[Prompt]) -> Iterator[Sample | CaptureError | None]:
         """One for each prompt: its sample, what is missing of it, or None when stopped."""
+        return self._prefill(batch) if self._given else self._generate(batch)
+
+    def _prefill(self, batch: list[Prompt]) -> Iterator[Sample | CaptureError | None]:
+        input_ids = _right_padded(batch, self._pad_token)
+        sequences, width = input_ids.shape
+        self._tap.begin([width] * sequences, 1)
+        with torch.inference_mode(), self._tap.attached():
+            # No mask: nothing looks ahead, so what stands behind a sequence changes none of its
+            # rows. And no head: logits of a whole sequence would be larger than all the rest.
+            self._model.get_decoder()(input_ids.to(self._model.device), use_cache=False)
+        for sequence, prompt in enumerate(batch):
+            assert prompt.response_ids is not None
+            response = _Response(prompt.response_ids, prompt.finish_reason or "unknown")
+            yield self._finish(sequence, prompt, response)
+
+    def _generate(self, batch: list[Prompt]) -> Iterator[Sample | CaptureError | None]:
         lengths = [len(prompt.input_ids) for prompt in batch]
         input_ids, attention_mask = _left_padded(batch, self._pad_token)
         self._tap.begin(lengths, self._config.sampling.max_new_tokens)
@@ -161,7 +199,7 @@ class TransformersEngine:
             hidden_states=self._tap.rows(sequence, n),
             counters=self._tap.counters(sequence, n),
             finish_reason=response.finish_reason,
-            sampling=self._config.sampling.record(),
+            sampling={} if self._given else self._config.sampling.record(),
         )
 
 
@@ -244,3 +282,29 @@ def _left_padded(batch: list[Prompt], pad_token: int) -> tuple[Tensor, Tensor]:
         input_ids[sequence, first:] = prompt.input_ids
         mask[sequence, first:] = 1
     return torch.from_numpy(input_ids), torch.from_numpy(mask)
+
+
+def _right_padded(batch: list[Prompt], pad_token: int) -> Tensor:
+    """int64 [B, longest]: prompts and responses but for the last token, which is never fed."""
+    input_ids = np.full((len(batch), max(p.tokens for p in batch) - 1), pad_token, np.int64)
+    for sequence, prompt in enumerate(batch):
+        assert prompt.response_ids is not None
+        fed = np.concatenate([prompt.input_ids, prompt.response_ids])[:-1]
+        input_ids[sequence, : len(fed)] = fed
+    return torch.from_numpy(input_ids)
+
+
+def _cut(
+    prompts: Iterable[Prompt], rows: Callable[[Prompt], int], limit: int
+) -> Iterator[list[Prompt]]:
+    """Stretches of prompts that have so many rows when all are as long as the longest; at least
+    one prompt each."""
+    batch: list[Prompt] = []
+    for prompt in prompts:
+        longest = max(map(rows, [*batch, prompt]))
+        if batch and longest * (len(batch) + 1) > limit:
+            yield batch
+            batch = []
+        batch.append(prompt)
+    if batch:
+        yield batch
