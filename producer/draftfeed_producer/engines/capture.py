@@ -34,14 +34,24 @@ class BlockTap:
     def begin(self, lengths: Sequence[int], max_new_tokens: int) -> None:
         """Starts a batch of left-padded prompts of these lengths, in tokens."""
         width = max(lengths)
-        self._span = width + max_new_tokens - 1
         self._shift = torch.tensor([length - width for length in lengths])[:, None]
-        self._base = torch.arange(len(lengths))[:, None] * self._span
+        self._begin([width + max_new_tokens - 1] * len(lengths))
+
+    def begin_given(self, lengths: Sequence[int]) -> None:
+        """Starts a batch of right-padded prompts with their responses, so many tokens each."""
+        self._shift = torch.zeros(len(lengths), 1, dtype=torch.int64)
+        self._begin(lengths)
+
+    def _begin(self, rows: Sequence[int]) -> None:
+        """rows: that each sequence can have."""
+        self._end = torch.tensor(rows)[:, None]
+        self._span = max(rows)
+        self._base = torch.arange(len(rows))[:, None] * self._span
         self._column = 0
         self._taken = 0
-        self.finished = torch.zeros(len(lengths), dtype=torch.bool)
+        self.finished = torch.zeros(len(rows), dtype=torch.bool)
         """bool[sequences], on the host: set by who samples; their passes leave no more rows."""
-        self._reserve(len(lengths) * self._span)
+        self._reserve(len(rows) * self._span)
         self._filled.zero_()
 
     @contextmanager
@@ -118,5 +128,5 @@ class BlockTap:
     def _row_map(self, columns: int) -> Tensor:
         """int32 [sequences * columns]"""
         position = torch.arange(self._column, self._column + columns) + self._shift
-        wanted = (position >= 0) & ~self.finished[:, None]
+        wanted = (position >= 0) & (position < self._end) & ~self.finished[:, None]
         return torch.where(wanted, self._base + position, -1).to(torch.int32).flatten()

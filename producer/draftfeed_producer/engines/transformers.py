@@ -133,8 +133,7 @@ class TransformersEngine:
 
     def _prefill(self, batch: list[Prompt]) -> Iterator[Sample | CaptureError | None]:
         input_ids = _right_padded(batch, self._pad_token)
-        sequences, width = input_ids.shape
-        self._tap.begin([width] * sequences, 1)
+        self._tap.begin_given([prompt.tokens - 1 for prompt in batch])
         with torch.inference_mode(), self._tap.attached():
             # No mask: nothing looks ahead, so what stands behind a sequence changes none of its
             # rows. And no head: logits of a whole sequence would be larger than all the rest.
