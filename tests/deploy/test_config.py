@@ -59,12 +59,16 @@ def test_engine_is_chosen_by_its_name(tmp_path: Path) -> None:
         (GOOD + "qouta_bytes = 5\n", "unknown key 'spool.qouta_bytes'; did you mean 'quota_bytes'"),
         (GOOD + "[sever]\n", "unknown key 'sever'; did you mean 'server'"),
         (GOOD.replace("samples", "smaples"), "unknown key 'engine.smaples'"),
-        (GOOD.replace("synthetic", "vllm"), "engine.name must be one of 'transformers', 'synth"),
+        (GOOD.replace("synthetic", "vllm"), "'transformers', 'synthetic', not 'vllm'"),
         (GOOD.replace('name = "synthetic"\n', ""), "engine.name must be one of"),
         (GOOD.replace("7", '"seven"'), "Expected `int`, got `str` - at engine.samples"),
         (GOOD.replace("[spool]\ndir", "[server]\nbind"), "required field `spool`"),
         (GOOD + "fsync = 'sometimes'\n", "spool.fsync"),
         ("engine = 5\n", "engine"),
+        (GOOD + '[capture]\nmode = "prefill"\n', "the synthetic engine has no responses for"),
+        (GOOD + "[capture]\nprefix_cache = true\n", 'is for [engine] name = "sglang": remove it'),
+        (GOOD + '[capture]\nmode = "replay"\n', "capture.mode"),
+        (GOOD + "[capture]\nstaging_bytes = 0\n", "staging_bytes is 0, it must be at least 1"),
     ],
 )
 def test_wrong_file_is_named_with_the_place_in_it(tmp_path: Path, text: str, says: str) -> None:

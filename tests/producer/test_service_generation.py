@@ -11,8 +11,14 @@ import pytest
 
 from bare_member import BareMember
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import SamplingConfig, SyntheticConfig, TransformersConfig
+from draftfeed_producer.engines import (
+    CaptureConfig,
+    SamplingConfig,
+    SyntheticConfig,
+    TransformersConfig,
+)
 from draftfeed_producer.engines.synthetic import synthetic_ids
+from draftfeed_producer.errors import ProducerError
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
 from draftfeed_producer.service import ProducerService
@@ -292,3 +298,51 @@ def test_a_model_generates_again_too_and_lines_that_are_no_prompts_are_named(
     (skipped,) = IdSet.from_wire(member.inquire().skipped)
     assert skipped.ordinal == 2
     finish(member, producer, received)
+
+
+def model_config(directory: Path, model: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    (directory / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    sampling = SamplingConfig(max_new_tokens=500)
+    return {
+        "engine": TransformersConfig(batch_size=3, dtype="float32", sampling=sampling),
+        "target": TargetConfig(path=str(model), layer_ids=(0, 1)),
+        "prompts": PromptsConfig(path=str(directory / "p.jsonl"), max_prompt_tokens=20),
+    }
+
+
+def test_responses_that_are_there_are_served_as_samples(
+    run: Any, attach: Any, tmp_path: Path, tiny_qwen3: Path
+) -> None:
+    """What is still to be generated has no room in a prefill run, and needs none."""
+    lines = [
+        {"prompt_ids": [5] * p, "response_ids": [7] * (20 - p), "finish_reason": "length"}
+        for p in (1, 12, 19)
+    ]
+    config = model_config(tmp_path, tiny_qwen3, lines)
+    producer = run({**config, "capture": CaptureConfig(mode="prefill")})
+    member = attach(producer)
+    hidden = member.granted.descriptor.hidden_size
+    assert member.granted.max_sample_bytes == decoded_bytes(19, 2, hidden)
+    member.open()
+    received = list(member.receive(3))
+    finish(member, producer, received)
+    statistics = producer.service.statistics()
+    assert (statistics.tokens, statistics.captured) == (57, 57)
+    assert statistics.response_tokens == 19 + 8 + 1
+
+
+def test_a_prompt_whose_sample_could_never_be_held_is_refused(
+    tmp_path: Path, tiny_qwen3: Path
+) -> None:
+    """It would wait for memory for ever."""
+    lines = [{"prompt_ids": [5] * 10, "response_ids": [7] * 5}]
+    config = model_config(tmp_path, tiny_qwen3, lines)
+    row = 2 * 2 * 512
+    for mode, rows, says in (
+        ("prefill", 13, "line 1: prompt and response of 15 tokens, the limit is 14"),
+        ("live", 499, r"staging_bytes = \d+ holds 499 rows of 2048 bytes"),
+    ):
+        capture = CaptureConfig(mode=mode, staging_bytes=rows * row)  # type: ignore[arg-type]
+        whole = ProducerConfig(**config, capture=capture, spool=SpoolConfig(dir=tmp_path / "spool"))
+        with pytest.raises(ProducerError, match=says):
+            ProducerService(whole).run()
