@@ -12,6 +12,7 @@ CaptureMode = Literal["live", "prefill"]
 
 _GIVE_IDS = 'give "prompt_ids" and "response_ids"'
 _SHOWN = 40
+_THINK, _THOUGHT = "<think>", "</think>"
 
 
 class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -224,8 +225,10 @@ def _check_rendered(prompt: str, whole: str, message: _Message) -> None:
             "the chat template changes the prompt when the response follows: it rewrites earlier "
             f"turns, or drops or invents thinking; {mend}"
         )
-    rest = whole[len(prompt) :]
-    if not _says(rest, (message.reasoning_content or "").strip(), message.text.strip()):
+    rest, content = whole[len(prompt) :], message.text.strip()
+    if prompt.rstrip().endswith(_THINK):  # the target was asked to go on from there
+        content = content.removeprefix(_THINK).lstrip()
+    if not _says(rest, (message.reasoning_content or "").strip(), content):
         raise LineError(
             f"the chat template makes {rest[:_SHOWN]!r} of the response: it drops, invents or "
             f"rewrites something, such as thinking; {mend}"
@@ -236,5 +239,5 @@ def _says(rest: str, reasoning: str, content: str) -> bool:
     if reasoning:
         _, found, rest = rest.partition(reasoning)
         return bool(found) and content in rest
-    invented = "</think>" in rest and "</think>" not in content
+    invented = _THOUGHT in rest and _THOUGHT not in content
     return rest.lstrip().startswith(content) and not invented

@@ -21,6 +21,15 @@ QWEN_LIKE = (
     "{% endif %}"
 )
 """Writes a thinking block, empty or not, into the last turn, and none into earlier ones."""
+OPEN = (
+    "{% macro answer(m) %}{% set text = m.content.split('</think>') %}<think>\n"
+    "{{ m.reasoning_content or (text[0].split('<think>')[-1].strip() if text[1:] else '') }}"
+    "\n</think>\n\n{{ text[-1].lstrip() }}{% endmacro %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ answer(m) if m.role == 'assistant' and loop.last else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""Its prompts end with the tag that opens the thinking."""
 PARTS = tiny_models.CHAT_TEMPLATE.replace("m.content", "(m.content[0].text or m.content)")
 DROPPING = tiny_models.CHAT_TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]")
 
@@ -120,6 +129,7 @@ THINKING = {
         chat(None, tool_calls=[{"type": "function"}]),
         None,
     ),
+    "thinking that is over before it began": (OPEN, chat("fox"), None),
     "thinking that the template cuts out": (DROPPING, chat("<think>\nbrown</think>fox"), None),
     "reasoning that the template leaves out": (
         tiny_models.CHAT_TEMPLATE,
@@ -150,6 +160,24 @@ def test_a_template_that_rewrites_the_response_is_refused(opened, what: str):
 
 
 KEPT = {
+    "reasoning after an open tag": (
+        OPEN,
+        chat("fox", reasoning_content="brown"),
+        None,
+        "brown\n</think>\n\nfox",
+    ),
+    "all that was generated after an open tag": (
+        OPEN,
+        chat("brown\n</think>\n\nfox"),
+        None,
+        "brown\n</think>\n\nfox",
+    ),
+    "the open tag too": (
+        OPEN,
+        chat("<think>\nbrown\n</think>\n\nfox"),
+        None,
+        "brown\n</think>\n\nfox",
+    ),
     "reasoning": (
         QWEN_LIKE,
         chat("fox", reasoning_content="brown"),
