@@ -97,6 +97,18 @@ def load_target(config: TargetConfig) -> Target:
     return Target(path, model_config, tokenizer, name, revision)
 
 
+def end_tokens(target: Target) -> tuple[int, ...]:
+    """What the model and its tokenizer end a response with, in rising order."""
+    file = target.path / "generation_config.json"
+    own = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
+    if own is None:
+        own = target.text_config.eos_token_id
+    ends = {own} if isinstance(own, int) else set(own or ())
+    if target.tokenizer.eos_token_id is not None:
+        ends.add(int(target.tokenizer.eos_token_id))
+    return tuple(sorted(ends))
+
+
 def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> tuple[int, ...]:
     """The ids as a tuple. The last block's, num_layers - 1, is fine: its output is pre-norm.
 

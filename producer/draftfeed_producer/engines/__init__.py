@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from draftfeed_producer.engines.config import CaptureConfig, SamplingConfig, TransformersConfig
+from draftfeed_producer.engines.config import (
+    CaptureConfig,
+    SamplingConfig,
+    SGLangConfig,
+    TransformersConfig,
+)
 from draftfeed_producer.engines.synthetic import SyntheticConfig, SyntheticEngine
 from draftfeed_producer.errors import MissingPackageError
 from draftfeed_producer.prompts import Prompt
@@ -15,13 +20,14 @@ __all__ = [
     "CaptureConfig",
     "Engine",
     "EngineConfig",
+    "SGLangConfig",
     "SamplingConfig",
     "SyntheticConfig",
     "TransformersConfig",
     "make_engine",
 ]
 
-EngineConfig = TransformersConfig | SyntheticConfig
+EngineConfig = SGLangConfig | TransformersConfig | SyntheticConfig
 """Told apart by `name`."""
 
 
@@ -75,6 +81,10 @@ def make_engine(
     if isinstance(config, SyntheticConfig):
         return SyntheticEngine(config)
     assert target is not None, "this engine runs a target model"
+    if isinstance(config, SGLangConfig):
+        from draftfeed_producer.engines.sglang.engine import SGLangEngine
+
+        return SGLangEngine(config, load_target(target), target.layer_ids, capture)
     try:
         from draftfeed_producer.engines.transformers import TransformersEngine
     except ImportError:

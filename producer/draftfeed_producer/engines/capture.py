@@ -9,27 +9,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftfeed_producer.tap.reference import COUNTERS, gather_packed
+from draftfeed_producer.tap.gather import gather_packed
+from draftfeed_producer.tap.ring import Reservation, StagingRing
 from draftfeed_proto.sample import LayerCounters
 
 
 class BlockTap:
-    """Forward hooks on decoder blocks and the staging rows they fill.
+    """Forward hooks on decoder blocks, and the rows of a batch that they fill.
 
-    A row belongs to (sequence, position), slot `sequence * span + position`: a forward pass that
+    A row belongs to (sequence, position), place `sequence * span + position`: a forward pass that
     repeats a position overwrites its row and never adds one. Padding and what a finished
-    sequence is still fed get no slot. Staging is on the host and reused by the next batch.
+    sequence is still fed get no row. The rows of a batch are on the host, and their memory is
+    reused by the next batch; they come there through a staging ring, while the model goes on.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], hidden_size: int) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], ring: StagingRing) -> None:
+        """The ring is this tap's own from now on. Its device is where rows are packed."""
         self._blocks = tuple(blocks)
-        self._hidden = hidden_size
-        self._packed = torch.empty(0, len(blocks) * hidden_size, dtype=torch.bfloat16)
-        self._rows = torch.empty(0, len(blocks), hidden_size, dtype=torch.float16)
-        self._counters = torch.empty(0, len(blocks), COUNTERS, dtype=torch.int32)
+        self._ring = ring
+        _, layers, self._hidden = ring.rows.shape
+        assert layers == len(blocks), layers
+        self._packed = ring.rows.new_empty(0, layers * self._hidden, dtype=torch.bfloat16)
+        self._rows = torch.empty(0, *ring.rows.shape[1:], dtype=ring.rows.dtype)
+        self._counters = torch.empty(0, *ring.counters.shape[1:], dtype=torch.int32)
         self._filled = torch.empty(0, dtype=torch.bool)
         self.captured = 0
-        """Rows taken since this tap was made, of samples that are not finished too."""
+        """Rows on the host since this tap was made, of samples that are not finished too."""
 
     def begin(self, lengths: Sequence[int], max_new_tokens: int) -> None:
         """Starts a batch of left-padded prompts of these lengths, in tokens."""
@@ -44,6 +49,7 @@ class BlockTap:
 
     def _begin(self, rows: Sequence[int]) -> None:
         """rows: that each sequence can have."""
+        self._drain()  # of a batch that failed
         self._end = torch.tensor(rows)[:, None]
         self._span = max(rows)
         self._base = torch.arange(len(rows))[:, None] * self._span
@@ -51,12 +57,12 @@ class BlockTap:
         self._taken = 0
         self.finished = torch.zeros(len(rows), dtype=torch.bool)
         """bool[sequences], on the host: set by who samples; their passes leave no more rows."""
-        self._reserve(len(rows) * self._span)
+        self._make_room(len(rows) * self._span)
         self._filled.zero_()
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """The hooks are in place inside the block."""
+        """The hooks are in place inside the block; behind it all rows are on the host."""
         handles = [
             block.register_forward_hook(partial(self._take, layer))
             for layer, block in enumerate(self._blocks)
@@ -66,35 +72,37 @@ class BlockTap:
         finally:
             for handle in handles:
                 handle.remove()
+        self._drain()
 
     def missing(self, sequence: int, n: int) -> int:
         """How many of the first n positions have no row."""
-        return n - int(self._filled[self._slots(sequence, n)].sum())
+        return n - int(self._filled[self._places(sequence, n)].sum())
 
     def rows(self, sequence: int, n: int) -> np.ndarray:
         """float16[n, L, H], a copy."""
-        return self._rows[self._slots(sequence, n)].numpy().copy()
+        return self._rows[self._places(sequence, n)].numpy().copy()
 
     def counters(self, sequence: int, n: int) -> tuple[LayerCounters, ...]:
-        totals = self._counters[self._slots(sequence, n)].sum(0).tolist()
+        totals = self._counters[self._places(sequence, n)].sum(0).tolist()
         return tuple(LayerCounters(*layer) for layer in totals)
 
     def close(self) -> None:
-        """Lets go of the model's blocks and of the staging."""
+        """Lets go of the model's blocks and of all rows."""
         self._blocks = ()
+        self._ring.close()
         for name in ("_packed", "_rows", "_counters", "_filled"):
             setattr(self, name, getattr(self, name)[:0].clone())
 
-    def _slots(self, sequence: int, n: int) -> slice:
+    def _places(self, sequence: int, n: int) -> slice:
         first = sequence * self._span
         return slice(first, first + n)
 
-    def _reserve(self, slots: int) -> None:
-        if len(self._rows) < slots:
+    def _make_room(self, places: int) -> None:
+        if len(self._rows) < places:
             # Pages that are never written cost nothing, so the longest responses may be planned.
-            self._rows = self._rows.new_empty(slots, *self._rows.shape[1:])
-            self._counters = self._counters.new_empty(slots, *self._counters.shape[1:])
-            self._filled = self._filled.new_empty(slots)
+            self._rows = self._rows.new_empty(places, *self._rows.shape[1:])
+            self._counters = self._counters.new_empty(places, *self._counters.shape[1:])
+            self._filled = self._filled.new_empty(places)
 
     def _take(self, layer: int, block: nn.Module, args: Any, output: Any) -> None:
         """Hook. Copies at once: nobody promises that a later block leaves its input alone."""
@@ -104,10 +112,8 @@ class BlockTap:
         tokens = sequences * columns
         if layer == 0:
             self._taken = 0
-            if len(self._packed) < tokens or self._packed.device != states.device:
-                self._packed = self._packed.new_empty(
-                    tokens, self._packed.shape[1], device=states.device
-                )
+            if len(self._packed) < tokens:
+                self._packed = self._packed.new_empty(tokens, self._packed.shape[1])
         mine = self._packed[:tokens, layer * hidden : (layer + 1) * hidden]
         mine.copy_(states.reshape(tokens, hidden))
         self._taken += 1
@@ -115,18 +121,58 @@ class BlockTap:
             self._gather(columns)
 
     def _gather(self, columns: int) -> None:
-        row_map = self._row_map(columns)
+        place = self._place_of_each_token(columns)
         self._column += columns
         if self._taken != len(self._blocks):
             return  # some block was passed over: these rows stay missing, and are found missing
-        packed = self._packed[: len(row_map)].cpu()
-        gather_packed(packed, row_map, self._rows, self._counters)
-        slots = row_map[row_map >= 0].long()
-        self._filled[slots] = True
-        self.captured += len(slots)
+        tokens = (place >= 0).nonzero().flatten()
+        # In pieces, so that the first is copied while the next is gathered, and any pass fits.
+        for first in range(0, len(tokens), self._ring.piece_rows):
+            self._stage(tokens[first : first + self._ring.piece_rows], place)
 
-    def _row_map(self, columns: int) -> Tensor:
-        """int32 [sequences * columns]"""
+    def _stage(self, tokens: Tensor, place: Tensor) -> None:
+        """tokens: rising, and as many as a piece of the ring has rows at most."""
+        reservation = self._reserve(len(tokens))
+        first, end = int(tokens[0]), int(tokens[-1]) + 1
+        row_map = torch.full((end - first,), -1, dtype=torch.int32)
+        row_map[tokens - first] = reservation.slots
+        row_map = _on_device(row_map, self._ring.rows.device)
+        gather_packed(self._packed[first:end], row_map, self._ring.rows, self._ring.counters)
+        self._ring.submit(reservation, place[tokens])
+        self._collect()
+
+    def _reserve(self, n: int) -> Reservation:
+        while (reservation := self._ring.reserve(n)) is None:
+            self._ring.wait()
+            self._collect()
+        return reservation
+
+    def _collect(self) -> None:
+        """What has been copied goes to its places; the rest has time until the batch ends."""
+        while piece := self._ring.take():
+            assert isinstance(piece.tag, Tensor)
+            places = piece.tag[piece.start : piece.start + len(piece.rows)]
+            self._rows.index_copy_(0, places, piece.rows)
+            self._counters.index_copy_(0, places, piece.counters)
+            self._filled[places] = True
+            self.captured += len(places)
+            self._ring.release(piece)
+
+    def _drain(self) -> None:
+        while self._ring.pending:
+            self._ring.wait()
+            self._collect()
+
+    def _place_of_each_token(self, columns: int) -> Tensor:
+        """int64 [sequences * columns], -1 = none"""
         position = torch.arange(self._column, self._column + columns) + self._shift
         wanted = (position >= 0) & (position < self._end) & ~self.finished[:, None]
-        return torch.where(wanted, self._base + position, -1).to(torch.int32).flatten()
+        return torch.where(wanted, self._base + position, -1).flatten()
+
+
+def _on_device(row_map: Tensor, device: torch.device) -> Tensor:
+    """Without a wait for what the device still has to do. Pinned memory that torch made is not
+    handed out again before such a copy from it has run."""
+    if device.type == "cpu":
+        return row_map
+    return row_map.pin_memory().to(device, non_blocking=True)

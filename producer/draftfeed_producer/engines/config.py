@@ -150,7 +150,9 @@ def _check_argument(key: str, value: Any) -> None:
         raise ValueError(f"args.{key} is not for [engine.args]; it follows from {_OURS[key]}")
     if key in _ONE and value != 1:
         hint = "start one producer for each replica" if key == "dp_size" else "it must be 1"
-        raise ValueError(f"args.{key} is {value!r}: capture needs every layer in one engine; {hint}")
+        raise ValueError(
+            f"args.{key} is {value!r}: capture needs every layer in one engine; {hint}"
+        )
     if key.startswith(_IN_THE_WAY) and value:
         raise ValueError(
             f"args.{key}: rows are lost under speculative decoding and with a KV cache that is "

@@ -24,6 +24,7 @@ from draftfeed_producer.engines.config import CaptureConfig, TransformersConfig
 from draftfeed_producer.engines.sampling import SeededSampler
 from draftfeed_producer.errors import CaptureError, ModelError
 from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.tap.ring import for_device, make_ring
 from draftfeed_producer.target import Target
 from draftfeed_proto.sample import Sample
 
@@ -68,7 +69,8 @@ class TransformersEngine:
         self._model: Any = _load_model(config, target.path)
         blocks = decoder_blocks(self._model, target)
         tapped = [blocks[k] for k in self.descriptor.layer_ids]
-        self._tap = BlockTap(tapped, self.descriptor.hidden_size)
+        ring = make_ring(*for_device(self._model.device), len(tapped), self.descriptor.hidden_size)
+        self._tap = BlockTap(tapped, ring)
         self._end_tokens = _end_tokens(self._model, target, config)
         self._model.generation_config = _generation_config(config, target, self._end_tokens)
         self._stopped = threading.Event()

@@ -1,0 +1,306 @@
+"""The SGLang engine: prompts into its host process, samples out of the rows that come back."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from draftfeed_producer.engines.config import CaptureConfig, SGLangConfig
+from draftfeed_producer.engines.sglang.messages import Finished, Response, Start
+from draftfeed_producer.engines.sglang.process import Died
+from draftfeed_producer.engines.sglang.rows import Collected
+from draftfeed_producer.engines.sglang.slabs import SlabShape
+from draftfeed_producer.engines.sglang.supervisor import Supervisor
+from draftfeed_producer.errors import CaptureError, EngineError, LayerIdError, ModelError
+from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.target import Target, end_tokens
+from draftfeed_proto.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+KNOWN_VERSIONS = ("0.5.23",)
+"""Of SGLang: those whose functions the plugin was written for."""
+TRIES = 2
+"""Of a prompt whose rows are not all there, or which SGLang aborts."""
+_SLABS = 16
+_PREFILL: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+
+
+@dataclass(eq=False)
+class _Request:
+    prompt: Prompt
+    fed: list[int]
+    """What is submitted: the prompt, and a given response but for its last token."""
+    most_rows: int
+    tries: int = 1
+    response: Response | None = None
+    finished: bool = False
+
+    @property
+    def aborted(self) -> bool:
+        return self.response is not None and self.response.finish_reason == "abort"
+
+    @property
+    def complete(self) -> bool:
+        return self.response is not None and (self.finished or self.aborted)
+
+
+class SGLangEngine:
+    """See `Engine`. SGLang is started when the first prompt comes, and started again, with all
+    that was in it, when it dies."""
+
+    def __init__(
+        self,
+        config: SGLangConfig,
+        target: Target,
+        layer_ids: Sequence[int] | None = None,
+        capture: CaptureConfig | None = None,
+    ) -> None:
+        """Raises LayerIdError, ModelError."""
+        self.descriptor = target.descriptor(layer_ids)
+        self.recaptured = 0
+        self._config = config
+        self._capture = capture or CaptureConfig()
+        layers, hidden = len(self.descriptor.layer_ids), self.descriptor.hidden_size
+        self._row_bytes = 2 * layers * hidden
+        self._sampling = _sampling(config, target)
+        _check(config, target, self.descriptor.layer_ids)
+        self._engine = Supervisor(
+            config.python,
+            Start(args=self._arguments(target), known_versions=KNOWN_VERSIONS),
+            _slab_shape(config.ring_bytes, layers, hidden),
+            by_slot=self._capture.prefix_cache,
+            start_timeout_seconds=config.start_timeout_seconds,
+        )
+        self._requests: dict[int, _Request] = {}
+        """In the engine, by handle."""
+        self._stopped = False
+
+    @property
+    def captured(self) -> int:
+        return self._engine.captured
+
+    def max_rows(self, prompt_tokens: int) -> int:
+        """See `Engine.max_rows`. The last token is sampled, or given, and never fed."""
+        if self._capture.mode == "prefill":
+            return prompt_tokens - 1
+        return prompt_tokens + self._config.sampling.max_new_tokens - 1
+
+    def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
+        """See `Engine.run`. Raises CaptureError, EngineError."""
+        waiting = _Peekable(prompts)
+        try:
+            while not self._stopped:
+                self._admit(waiting)
+                if not self._requests:
+                    return
+                yield from self._samples()
+        finally:
+            self._give_up()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._engine.interrupt()
+
+    def close(self) -> None:
+        self.stop()
+        self._engine.close()
+
+    def _admit(self, waiting: "_Peekable") -> None:
+        """Memory for every row of a request is set aside before it is submitted."""
+        while len(self._requests) < self._config.concurrency and not self._stopped:
+            prompt = waiting.peek()
+            if prompt is None:
+                return
+            request = self._request(prompt)
+            if self._requests and not self._fits(request):
+                return
+            waiting.pop()
+            self._engine.start()
+            self._submit(request)
+
+    def _request(self, prompt: Prompt) -> _Request:
+        fed = prompt.input_ids.tolist()
+        if prompt.response_ids is None:
+            return _Request(prompt, fed, self.max_rows(len(fed)))
+        fed += prompt.response_ids[:-1].tolist()
+        return _Request(prompt, fed, len(fed))
+
+    def _fits(self, request: _Request) -> bool:
+        """A sample that is larger than all there may be is made alone."""
+        rows = request.most_rows + sum(other.most_rows for other in self._requests.values())
+        return rows * self._row_bytes <= self._capture.staging_bytes
+
+    def _submit(self, request: _Request) -> None:
+        request.response, request.finished = None, False
+        sampling = self._sampling if request.prompt.response_ids is None else _PREFILL
+        handle = self._engine.submit(request.fed, request.most_rows, sampling)
+        self._requests[handle] = request
+
+    def _give_up(self) -> None:
+        """What is in the engine is made again some other time."""
+        if self._requests:
+            self._engine.abort_all()
+        self._forget()
+
+    def _forget(self) -> list[_Request]:
+        requests = list(self._requests.values())
+        for handle in self._requests:
+            self._engine.rows.drop(handle)
+        self._requests.clear()
+        return requests
+
+    def _samples(self) -> Iterator[Sample]:
+        match self._engine.next_event():
+            case Died(reason):
+                self._start_again(reason)
+            case Response() as response if response.handle in self._requests:
+                self._requests[response.handle].response = response
+                yield from self._completed(response.handle)
+            case Finished() as finished if finished.handle in self._requests:
+                self._requests[finished.handle].finished = True
+                yield from self._completed(finished.handle)
+
+    def _start_again(self, reason: str) -> None:
+        """Raises EngineError."""
+        requests = self._forget()
+        self._engine.start_again(reason)
+        if self._stopped:
+            return
+        logger.warning("%d prompts that were in the engine are generated again", len(requests))
+        for request in requests:
+            self._submit(request)
+
+    def _completed(self, handle: int) -> Iterator[Sample]:
+        request = self._requests[handle]
+        if not request.complete:
+            return
+        sample = self._sample(handle, request)
+        del self._requests[handle]
+        self._engine.rows.drop(handle)
+        if sample is None:
+            self._submit(request)
+        else:
+            self._engine.works()
+            yield sample
+
+    def _sample(self, handle: int, request: _Request) -> Sample | None:
+        """None when it is made again. Raises CaptureError, EngineError."""
+        response = request.response
+        assert response is not None
+        if request.aborted:
+            reason = f"sample {request.prompt.id}: SGLang aborted it: {response.error}"
+            self._count_again(request, EngineError(reason))
+            return None
+        input_ids, loss_mask = _tokens(request.prompt, response)
+        n = len(input_ids) - 1
+        collected = self._engine.rows.collect(handle, input_ids[:n])
+        if isinstance(collected, int):
+            self._count_again(request, CaptureError(str(request.prompt.id), collected, n))
+            return None
+        return self._record(request.prompt, response, input_ids, loss_mask, collected)
+
+    def _count_again(self, request: _Request, error: CaptureError | EngineError) -> None:
+        """Raises the error when this was the last try."""
+        if request.tries == TRIES:
+            raise error
+        logger.warning("%s; making it again", error)
+        request.tries += 1
+        self.recaptured += 1
+
+    def _record(
+        self,
+        prompt: Prompt,
+        response: Response,
+        input_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        collected: Collected,
+    ) -> Sample:
+        generated = prompt.response_ids is None
+        reason = response.finish_reason if generated else prompt.finish_reason
+        return Sample(
+            id=prompt.id,
+            key=prompt.key,
+            input_ids=input_ids,
+            loss_mask=loss_mask,
+            hidden_states=collected.hidden_states,
+            counters=collected.counters,
+            finish_reason=reason or "unknown",
+            sampling=self._config.sampling.record() if generated else {},
+        )
+
+    def _arguments(self, target: Target) -> dict[str, Any]:
+        """Of `sgl.Engine`."""
+        config = self._config
+        arguments: dict[str, Any] = {
+            "model_path": str(target.path),
+            "skip_tokenizer_init": True,
+            "tp_size": config.tp_size,
+            "base_gpu_id": config.replica * config.tp_size,
+            "max_running_requests": config.concurrency,
+            "dtype": config.dtype,
+            "random_seed": config.sampling.seed,
+            "disable_radix_cache": not self._capture.prefix_cache,
+            # Names the convention of the layer ids; no drafter is loaded.
+            "speculative_algorithm": "DFLASH",
+            "enable_return_aux_hidden_states": True,
+            "return_aux_hidden_state_layer_ids": list(self.descriptor.layer_ids),
+        }
+        if config.memory_fraction is not None:
+            arguments["mem_fraction_static"] = config.memory_fraction
+        return {**arguments, **config.args}
+
+
+class _Peekable:
+    def __init__(self, prompts: Iterator[Prompt]) -> None:
+        self._prompts = prompts
+        self._next: Prompt | None = None
+
+    def peek(self) -> Prompt | None:
+        """None at the end. May block."""
+        if self._next is None:
+            self._next = next(self._prompts, None)
+        return self._next
+
+    def pop(self) -> None:
+        self._next = None
+
+
+def _tokens(prompt: Prompt, response: Response) -> tuple[np.ndarray, np.ndarray]:
+    """input_ids int32 [n+1] and loss_mask uint8 [n+1]."""
+    answer = response.output_ids if prompt.response_ids is None else prompt.response_ids
+    input_ids = np.concatenate([prompt.input_ids, answer]).astype(np.int32)
+    loss_mask = np.zeros(len(input_ids), np.uint8)
+    loss_mask[len(prompt.input_ids) :] = 1
+    return input_ids, loss_mask
+
+
+def _sampling(config: SGLangConfig, target: Target) -> dict[str, Any]:
+    """SGLang's sampling parameters."""
+    sampling = config.sampling
+    ends = {*end_tokens(target), *sampling.stop_token_ids}
+    return {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": sorted(ends),
+    }
+
+
+def _check(config: SGLangConfig, target: Target, layer_ids: Sequence[int]) -> None:
+    """Raises LayerIdError, ModelError."""
+    if layer_ids[-1] == target.num_layers - 1:
+        reason = "SGLang does not give out the last block's output"
+        raise LayerIdError(layer_ids, target.num_layers - 1, reason)
+    dtype = str(target.text_config.dtype).removeprefix("torch.")
+    if config.dtype == "auto" and dtype == "float16":
+        raise ModelError(target.path, 'its weights are fp16: set [engine] dtype = "bfloat16"')
+
+
+def _slab_shape(ring_bytes: int, layers: int, hidden: int) -> SlabShape:
+    """Slabs of whole rows, 16 of them where rows are small enough."""
+    rows = max(1, ring_bytes // (_SLABS * 2 * layers * hidden))
+    return SlabShape(_SLABS, rows, layers, hidden)

@@ -1,0 +1,142 @@
+"""The host process: runs `sgl.Engine` for a producer that does not import sglang.
+
+    python -m draftfeed_producer.engines.sglang.host COMMANDS TOLD
+
+COMMANDS and TOLD are ZeroMQ addresses. The first line of standard input is a `messages.Start`;
+standard input is at its end when the producer is. A crash of SGLang's takes its whole process
+tree along; that is why it has one of its own.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from draftfeed_producer.engines.sglang import messages, plugin
+from draftfeed_producer.engines.sglang.messages import (
+    Abort,
+    Failed,
+    Quit,
+    Response,
+    Start,
+    Started,
+    Submit,
+)
+
+
+def main(commands_address: str, told_address: str) -> None:
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    threading.Thread(target=_end_with_producer, daemon=True).start()
+    context: zmq.Context[Any] = zmq.Context()
+    commands, told = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    commands.connect(commands_address)
+    told.connect(told_address)
+    try:
+        engine, version = _start_engine(start)
+    # SGLang refuses arguments in a dozen ways; the user needs the one line of it.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        told.send(messages.encode(Failed(_one_line(error))))
+        told.close(linger=5000)
+        sys.exit(1)
+    told.send(messages.encode(Started(version=version, kv_tokens=_kv_tokens(engine))))
+    asynchronous = zmq.asyncio.Socket.from_socket(commands)
+    engine.loop.run_until_complete(_Host(engine, told).serve(asynchronous))
+    engine.shutdown()
+
+
+def _end_with_producer() -> None:
+    """The producer was killed: so is all that it started, however busy."""
+    while sys.stdin.buffer.read(1):
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+class _Host:
+    def __init__(self, engine: Any, told: Any) -> None:
+        self._engine, self._told = engine, told
+        self._requests: set[asyncio.Task[None]] = set()
+
+    async def serve(self, commands: Any) -> None:
+        """Until Quit."""
+        while True:
+            match messages.decode_command(await commands.recv()):
+                case Submit() as submit:
+                    task = asyncio.ensure_future(self._generate(submit))
+                    self._requests.add(task)
+                    task.add_done_callback(self._requests.discard)
+                case Abort():
+                    self._engine.tokenizer_manager.abort_request(abort_all=True)
+                case Quit():
+                    return
+
+    async def _generate(self, submit: Submit) -> None:
+        try:
+            out = await self._engine.async_generate(
+                input_ids=submit.input_ids,
+                sampling_params=submit.sampling,
+                rid=plugin.rid_of(submit.handle),
+            )
+            response = _response(submit.handle, out)
+        except Exception as error:  # noqa: BLE001
+            # A request that SGLang does not take is that request's trouble.
+            response = Response(
+                handle=submit.handle, output_ids=[], finish_reason="abort", error=_one_line(error)
+            )
+        self._told.send(messages.encode(response))
+
+
+def _start_engine(start: Start) -> tuple[Any, str]:
+    import sglang
+
+    version = str(sglang.__version__)
+    if version not in start.known_versions:
+        known = ", ".join(start.known_versions)
+        raise ValueError(
+            f"SGLang is {version}; the capture is written for {known}, whose functions it hooks"
+        )
+    engine = sglang.Engine(**start.args)
+    _check_plugin()
+    return engine, version
+
+
+def _check_plugin() -> None:
+    """SGLang only logs when a plugin does not load."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    if plugin.loaded is None:
+        named = os.environ.get("SGLANG_PLUGINS")
+        why = f"SGLANG_PLUGINS={named} leaves it out"
+        if named is None:
+            why = f"is draftfeed installed for {sys.executable}, not only on its path?"
+        raise ValueError(f"SGLang did not load the plugin `draftfeed`: {why}")
+    if plugin.SAMPLE not in HookRegistry._patched:
+        raise ValueError(f"SGLang loaded the plugin, but did not hook {plugin.SAMPLE}")
+
+
+def _response(handle: int, out: dict[str, Any]) -> Response:
+    reason = out["meta_info"]["finish_reason"] or {"type": "abort"}
+    return Response(
+        handle=handle,
+        output_ids=list(out["output_ids"]),
+        finish_reason=reason["type"],
+        error=str(reason.get("message", "")),
+    )
+
+
+def _kv_tokens(engine: Any) -> int:
+    return int(engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{lines[0]} ({type(error).__name__})" if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
