@@ -6,6 +6,7 @@ ProducerError (ValueError)
 ├── ModelError            a directory that is not a model this engine can run
 ├── LayerIdError          layer ids the target does not have, or not in rising order
 ├── MissingPackageError   an optional dependency is not installed
+├── TapLayoutError        a tensor that the tap cannot read or write as it lies in memory
 ├── CaptureError          a sample whose rows are incomplete even after it was made again
 ├── RingTooSmall          more rows at once than the staging ring has slots
 ├── EngineError           the engine cannot start, or keeps dying
@@ -81,6 +82,12 @@ class RingTooSmall(ProducerError):
 
 class EngineError(ProducerError):
     """An engine that runs in processes of its own cannot start, or keeps dying."""
+
+
+class TapLayoutError(ProducerError):
+    def __init__(self, argument: str, found: str, wanted: str) -> None:
+        super().__init__(f"{argument} is {found}; it must be {wanted}")
+        self.argument, self.found, self.wanted = argument, found, wanted
 
 
 class BindError(ProducerError):

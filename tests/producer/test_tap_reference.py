@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftfeed_producer.tap.reference import gather_packed, to_wire
+from draftfeed_producer.tap.reference import gather_layer, gather_packed, to_wire
 
 ALL_BF16 = np.arange(65536, dtype=np.uint32).astype(np.uint16)
 POISON = 333.0
@@ -51,6 +51,16 @@ def test_every_bf16_pattern_converts_bit_exactly():
     for column, name in enumerate(("saturated", "nonfinite", "inexact")):
         np.testing.assert_array_equal(counters[:, column].numpy(), kind == name)
     np.testing.assert_array_equal(counters[:, 3].numpy(), (ALL_BF16 & 0x7FFF) == 0)
+
+
+def test_bf16_on_the_wire_is_every_pattern_unchanged_but_one_nan():
+    """The sign and payload of a NaN differ between machines, and digests with them."""
+    got, counters = to_wire(bf16(ALL_BF16)[:, None], torch.bfloat16)
+    magnitude = ALL_BF16 & 0x7FFF
+    want = np.where(magnitude > 0x7F80, 0x7FC0, ALL_BF16)
+    np.testing.assert_array_equal(bits(got)[:, 0], want)
+    columns = [0 * magnitude, magnitude >= 0x7F80, 0 * magnitude, magnitude == 0]
+    np.testing.assert_array_equal(counters.numpy(), np.stack(columns, axis=-1))
 
 
 def test_conversion_is_the_same_in_a_process_that_flushes_denormals():
@@ -132,3 +142,49 @@ def test_gather_of_nothing_writes_nothing():
     gather_packed(torch.ones(5, 6, dtype=torch.bfloat16), skip_all, rows, counters)
     assert bool((rows == POISON).all())
     assert bool((counters == -9).all())
+
+
+def summed(states: np.ndarray, residual: np.ndarray) -> np.ndarray:
+    """bf16 patterns of the sums, rounded to nearest even by integers; of a NaN 0x7FC0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = sum((x.astype(np.uint32) << 16).view(np.float32) for x in (states, residual))
+    raw = np.asarray(total, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
+    return np.where(np.isnan(total), 0x7FC0, rounded).astype(np.uint16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_layer_is_what_the_model_computes_with_hidden_plus_residual(dtype: torch.dtype):
+    """Rounded any other way, the rows would differ from what the next block was given."""
+    rng = np.random.default_rng(11)
+    states, residual = rng.integers(0, 1 << 16, (2, 3000, 8), dtype=np.uint16)
+    halfway = (0x3F80 | (states[:500] & 0x807F)).astype(np.uint16)
+    states[:500], residual[:500] = halfway, 0x3B80 | (residual[:500] & 0x8000)
+    row_map = torch.from_numpy(rng.permutation(3000).astype(np.int32))
+    row_map[::7] = -1
+    rows = torch.full((3000, 2, 8), POISON, dtype=dtype)
+    counters = torch.full((3000, 2, 4), -9, dtype=torch.int32)
+    gather_layer(bf16(states), bf16(residual), 1, row_map, rows, counters)
+    want, want_counters = to_wire(bf16(summed(states, residual)), dtype)
+    taken = row_map >= 0
+    slots = row_map[taken].long()
+    np.testing.assert_array_equal(bits(rows[slots, 1]), bits(want[taken]))
+    assert torch.equal(counters[slots, 1], want_counters[taken])
+    untouched = torch.ones(3000, dtype=torch.bool)
+    untouched[slots] = False
+    assert bool((rows[:, 0] == POISON).all())
+    assert bool((rows[untouched] == POISON).all())
+    assert bool((counters[:, 0] == -9).all())
+    assert bool((counters[untouched] == -9).all())
+
+
+def test_a_layer_without_residual_is_what_the_packed_form_makes_of_it():
+    states = torch.randn(6, 16, generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    row_map = torch.tensor([2, 0, -1, 4, 1, 3], dtype=torch.int32)
+    together, one_by_one = (torch.full((5, 2, 8), POISON, dtype=torch.float16) for _ in range(2))
+    counters, layer_counters = torch.zeros(2, 5, 2, 4, dtype=torch.int32)
+    gather_packed(states, row_map, together, counters)
+    for layer, states_TH in enumerate(states.split(8, dim=1)):
+        gather_layer(states_TH, None, layer, row_map, one_by_one, layer_counters)
+    assert torch.equal(one_by_one, together)
+    assert torch.equal(layer_counters, counters)
