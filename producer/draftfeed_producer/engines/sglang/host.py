@@ -51,8 +51,11 @@ def main(commands_address: str, told_address: str) -> None:
 
 
 def _end_with_producer() -> None:
-    """The producer was killed: so is all that it started, however busy."""
-    while sys.stdin.buffer.read(1):
+    """The producer was killed: so is all that it started, however busy.
+
+    Not through `sys.stdin`: its lock would be held when the interpreter ends, and abort it.
+    """
+    while os.read(0, 1):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
