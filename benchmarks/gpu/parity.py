@@ -54,7 +54,7 @@ class Input(NamedTuple):
     """int32 [T]"""
 
     def to(self, device: torch.device) -> "Input":
-        return Input(*(tensor.to(device) for tensor in self))
+        return Input(*(tensor.to(device, copy=True) for tensor in self))
 
     def overwrite(self, other: "Input") -> None:
         for mine, theirs in zip(self, other, strict=True):
