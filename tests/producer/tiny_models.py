@@ -105,6 +105,7 @@ def _qwen35_text() -> dict[str, Any]:
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2,
+        "full_attention_interval": 4,  # the same, as SGLang reads it
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10000.0,
