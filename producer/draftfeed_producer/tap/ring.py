@@ -27,7 +27,7 @@ from torch import Tensor
 
 from draftfeed_producer.errors import RingTooSmall
 from draftfeed_producer.tap.reference import COUNTERS
-from draftfeed_producer.tap.streams import Event, Streams
+from draftfeed_producer.tap.streams import CudaStreams, Event, HostStreams, Streams
 
 
 class Slab(NamedTuple):
@@ -137,13 +137,14 @@ class StagingRing:
         dtype: torch.dtype = torch.float16,
         slabs: Sequence[Slab],
     ) -> None:
-        """All slabs are of one length: that of the longest piece."""
+        """All slabs are of one length, which bounds that of a piece."""
         assert slots > 0
-        self._piece_rows = len(slabs[0].rows)
+        n = len(slabs[0].rows)
         for slab in slabs:
-            assert slab.rows.shape == (self._piece_rows, layers, hidden), slab.rows.shape
-            assert slab.counters.shape == (self._piece_rows, layers, COUNTERS), slab.counters.shape
+            assert slab.rows.shape == (n, layers, hidden), slab.rows.shape
+            assert slab.counters.shape == (n, layers, COUNTERS), slab.counters.shape
             assert (slab.rows.dtype, slab.counters.dtype) == (dtype, torch.int32)
+        self._piece_rows = min(n, slots)
         self._streams = streams
         self.rows = streams.staging((slots, layers, hidden), dtype)
         self.counters = streams.staging((slots, layers, COUNTERS), torch.int32)
@@ -287,6 +288,13 @@ class StagingRing:
             self._streams.copy(slab.rows[: copy.n], self.rows[staged], copy.written)
             self._streams.copy(slab.counters[: copy.n], self.counters[staged], copy.written)
             self._flying.append(_Flight(copy, slab, self._streams.copied()))
+
+
+def for_device(device: torch.device) -> tuple[Streams, RingSizes]:
+    """The first arguments of `make_ring`."""
+    if device.type == "cuda":
+        return CudaStreams(device), DEVICE_SIZES
+    return HostStreams(), HOST_SIZES
 
 
 def make_ring(
