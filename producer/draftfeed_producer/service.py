@@ -74,7 +74,7 @@ class ProducerService:
     def run(self) -> None:
         """Returns when every prompt is terminal, or after `stop`. Raises ProducerError."""
         with ExitStack() as stack:
-            source = self._open_prompts(stack)
+            source = open_prompts(self._config, stack)
             listener = Listener(self._config.server)
             stack.callback(listener.close)
             engine = self._load_engine(stack)
@@ -111,7 +111,7 @@ class ProducerService:
 
     def _statistics(self) -> ProducerStatistics:
         return ProducerStatistics(
-            self._phase,
+            "loading" if self._engine and self._engine.loading else self._phase,
             self._admission.prompts if self._admission else 0,
             self._samples,
             self._tokens,
@@ -127,22 +127,6 @@ class ProducerService:
     def tombstones(self) -> list[Tombstone]:
         """Prompts that ended without being trained."""
         return list(self._spool.tombstones.values()) if self._spool else []
-
-    def _open_prompts(self, stack: ExitStack) -> PromptSource:
-        engine = self._config.engine
-        if isinstance(engine, SyntheticConfig):
-            return synthetic_source(engine)
-        target_config, prompts_config = self._config.needed()
-        target, capture = load_target(target_config), self._config.capture
-        descriptor = target.descriptor(target_config.layer_ids)
-        to_come = engine.sampling.max_new_tokens if capture.mode == "live" else 0
-        held = _staged_rows(descriptor, capture.staging_bytes, to_come)
-        positions = _longest_sequence(target, descriptor, held)
-        limit = prompt_limit(prompts_config, positions, to_come)
-        vocab_size = descriptor.vocab_size
-        file = PromptFile(prompts_config, target.tokenizer, limit, capture.mode, vocab_size)
-        stack.callback(file.close)
-        return file_source(file, limit)
 
     def _load_engine(self, stack: ExitStack) -> Engine:
         config = self._config
@@ -228,6 +212,24 @@ class ProducerService:
             LayerCounters(*(old + new for old, new in zip(was, seen, strict=True)))
             for was, seen in zip(before, sample.counters, strict=True)
         )
+
+
+def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
+    """Checks the whole prompt file; `stack` closes it. Raises ProducerError."""
+    engine = config.engine
+    if isinstance(engine, SyntheticConfig):
+        return synthetic_source(engine)
+    target_config, prompts_config = config.needed()
+    target, capture = load_target(target_config), config.capture
+    descriptor = target.descriptor(target_config.layer_ids)
+    to_come = engine.sampling.max_new_tokens if capture.mode == "live" else 0
+    held = _staged_rows(descriptor, capture.staging_bytes, to_come)
+    positions = _longest_sequence(target, descriptor, held)
+    limit = prompt_limit(prompts_config, positions, to_come)
+    vocab_size = descriptor.vocab_size
+    file = PromptFile(prompts_config, target.tokenizer, limit, capture.mode, vocab_size)
+    stack.callback(file.close)
+    return file_source(file, limit)
 
 
 def _staged_rows(descriptor: Descriptor, staging_bytes: int, to_come: int) -> int:

@@ -117,6 +117,21 @@ def test_live_batches_are_as_many_as_their_longest_responses_allow(engine):
     assert [shape for shape in shapes if shape[1] > 1] == [(2, 5), (1, 5)]
 
 
+def test_a_response_that_is_there_is_captured_in_one_pass_whatever_the_mode(engine):
+    """One engine checks itself: it starts once, and captures what it generated once more."""
+    one = engine(mode="live")
+    shapes = watch(one)
+    first, second = by_id(one.run(iter([make_prompts([5])[0], given([3, 7], [4, 6])[1]])))
+    assert shapes[-1] == (1, 12)
+    assert all(columns == 1 for _, columns in shapes[1:-1])
+    assert (len(first.hidden_states), len(second.hidden_states)) == (
+        len(first.input_ids) - 1,
+        12,
+    )
+    assert first.sampling
+    assert not second.sampling
+
+
 def test_the_longest_sample_counts_no_tokens_to_come(engine):
     assert engine().max_rows(100) == 99
     assert engine(mode="live", max_new_tokens=7).max_rows(100) == 106

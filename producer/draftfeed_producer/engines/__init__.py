@@ -37,6 +37,11 @@ class Engine(Protocol):
     descriptor: Descriptor
 
     @property
+    def loading(self) -> bool:
+        """Whether `run()` waits for the target to be there: a start, or one after a crash."""
+        ...
+
+    @property
     def captured(self) -> int:
         """Rows captured so far, those of samples still being generated included."""
         ...
@@ -55,8 +60,9 @@ class Engine(Protocol):
         """Pulls a prompt whenever there is room for one, yields samples as they are finished.
 
         `prompts` may block: that is back-pressure. Every prompt pulled is yielded exactly once,
-        in any order; after `stop()` the unfinished ones are dropped. Raises CaptureError.
-        May be called again when it has ended.
+        in any order; after `stop()` the unfinished ones are dropped. One that has its response is
+        captured in one pass, whatever the mode. Raises CaptureError. May be called again when it
+        has ended.
         """
         ...
 

@@ -117,6 +117,8 @@ class SyntheticConfig(
 class SyntheticEngine:
     """Ignores what a prompt says, uses only its id and key."""
 
+    loading = False
+
     def __init__(self, config: SyntheticConfig) -> None:
         """Raises LayerIdError."""
         self.descriptor = config.descriptor()

@@ -46,9 +46,11 @@ class TransformersEngine:
     """Batches through the model, forward hooks on the tapped blocks.
 
     Live, left-padded prompts go through `generate`, and a batch is as long as its longest response.
-    In prefill mode right-padded prompts with their responses go through the decoder once. A batch
-    is started with what `prompts` gives, up to `batch_size`; samples are yielded when it ends.
+    Prompts that have their responses, right-padded, go through the decoder once. A batch is started
+    with what `prompts` gives, up to `batch_size`; samples are yielded when it ends.
     """
+
+    loading = False
 
     def __init__(
         self,
@@ -64,8 +66,7 @@ class TransformersEngine:
         self._config = config
         self._given = capture.mode == "prefill"
         row_bytes = 2 * len(self.descriptor.layer_ids) * self.descriptor.hidden_size
-        staged_rows = capture.staging_bytes // row_bytes
-        self._batch_rows = min(staged_rows, _PREFILL_TOKENS) if self._given else staged_rows
+        self._staged_rows = capture.staging_bytes // row_bytes
         self._model: Any = _load_model(config, target.path)
         blocks = decoder_blocks(self._model, target)
         tapped = [blocks[k] for k in self.descriptor.layer_ids]
@@ -105,10 +106,13 @@ class TransformersEngine:
         self._tap.close()
 
     def _batches(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
-        """In parts whose rows there is memory for."""
-        if self._given:  # of like lengths, so that little of a pass is padding
-            prompts = sorted(prompts, key=lambda prompt: prompt.tokens)
-        return _cut(prompts, lambda prompt: self.max_rows(prompt.tokens), self._batch_rows)
+        """In parts whose rows there is memory for, all to be generated or none."""
+        live = [prompt for prompt in prompts if prompt.response_ids is None]
+        given = [prompt for prompt in prompts if prompt.response_ids is not None]
+        to_come = self._config.sampling.max_new_tokens
+        yield from _cut(live, lambda p: p.tokens + to_come - 1, self._staged_rows)
+        given.sort(key=lambda prompt: prompt.tokens)  # so that little of a pass is padding
+        yield from _cut(given, lambda p: p.tokens - 1, min(self._staged_rows, _PREFILL_TOKENS))
 
     def _samples(self, batch: list[Prompt]) -> Iterator[Sample]:
         incomplete = []
@@ -131,7 +135,8 @@ class TransformersEngine:
 
     def _capture(self, batch: list[Prompt]) -> Iterator[Sample | CaptureError | None]:
         """One for each prompt: its sample, what is missing of it, or None when stopped."""
-        return self._prefill(batch) if self._given else self._generate(batch)
+        given = batch[0].response_ids is not None
+        return self._prefill(batch) if given else self._generate(batch)
 
     def _prefill(self, batch: list[Prompt]) -> Iterator[Sample | CaptureError | None]:
         input_ids = _right_padded(batch, self._pad_token)
@@ -200,7 +205,7 @@ class TransformersEngine:
             hidden_states=self._tap.rows(sequence, n),
             counters=self._tap.counters(sequence, n),
             finish_reason=response.finish_reason,
-            sampling={} if self._given else self._config.sampling.record(),
+            sampling={} if prompt.response_ids is not None else self._config.sampling.record(),
         )
 
 

@@ -1,6 +1,7 @@
 """The SGLang engine: prompts into its host process, samples out of the rows that come back."""
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from draftfeed_producer.engines.config import CaptureConfig, SGLangConfig
+from draftfeed_producer.engines.seeds import sample_seed
 from draftfeed_producer.engines.sglang.messages import Finished, Response, Start
 from draftfeed_producer.engines.sglang.process import Died
 from draftfeed_producer.engines.sglang.rows import Collected
@@ -24,6 +26,8 @@ KNOWN_VERSIONS = ("0.5.23",)
 """Of SGLang: those whose functions the plugin was written for."""
 TRIES = 2
 """Of a prompt whose rows are not all there, or which SGLang aborts."""
+_ROWS_SECONDS = 60.0
+"""After its response, word of a request's rows is waited for; it is sent before the response."""
 _SLABS = 16
 _PREFILL: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 
@@ -36,6 +40,7 @@ class _Request:
     most_rows: int
     tries: int = 1
     response: Response | None = None
+    answered_at: float = 0.0
     finished: bool = False
 
     @property
@@ -79,6 +84,10 @@ class SGLangEngine:
         self._stopped = False
 
     @property
+    def loading(self) -> bool:
+        return self._engine.starting
+
+    @property
     def captured(self) -> int:
         return self._engine.captured
 
@@ -119,7 +128,8 @@ class SGLangEngine:
                 return
             waiting.pop()
             self._engine.start()
-            self._submit(request)
+            if not self._stopped:
+                self._submit(request)
 
     def _request(self, prompt: Prompt) -> _Request:
         fed = prompt.input_ids.tolist()
@@ -135,9 +145,21 @@ class SGLangEngine:
 
     def _submit(self, request: _Request) -> None:
         request.response, request.finished = None, False
-        sampling = self._sampling if request.prompt.response_ids is None else _PREFILL
-        handle = self._engine.submit(request.fed, request.most_rows, sampling)
+        sampling = self._sampling_of(request.prompt)
+        # A row that is missing is missing for everyone who finds its token in the prefix cache.
+        uncached = request.tries > 1
+        handle = self._engine.submit(request.fed, request.most_rows, sampling, uncached=uncached)
         self._requests[handle] = request
+
+    def _sampling_of(self, prompt: Prompt) -> dict[str, Any]:
+        """SGLang looks at a request's own seed in its deterministic mode only, and would there
+        take one and the same for all that have none: equal prompts would get equal responses."""
+        if prompt.response_ids is not None:
+            return _PREFILL
+        if not self._config.args.get("enable_deterministic_inference"):
+            return self._sampling
+        seed = sample_seed(self._config.sampling.seed, prompt.id) >> 65
+        return {**self._sampling, "sampling_seed": seed}
 
     def _give_up(self) -> None:
         """What is in the engine is made again some other time."""
@@ -158,10 +180,21 @@ class SGLangEngine:
                 self._start_again(reason)
             case Response() as response if response.handle in self._requests:
                 self._requests[response.handle].response = response
+                self._requests[response.handle].answered_at = time.monotonic()
                 yield from self._completed(response.handle)
             case Finished() as finished if finished.handle in self._requests:
                 self._requests[finished.handle].finished = True
                 yield from self._completed(finished.handle)
+            case None:
+                yield from self._overdue()
+
+    def _overdue(self) -> Iterator[Sample]:
+        """Requests whose end the plugin was not told of: their rows are there or they are not."""
+        since = time.monotonic() - _ROWS_SECONDS
+        for handle, request in list(self._requests.items()):
+            if request.response is not None and request.answered_at < since:
+                request.finished = True
+                yield from self._completed(handle)
 
     def _start_again(self, reason: str) -> None:
         """Raises EngineError."""
@@ -198,7 +231,8 @@ class SGLangEngine:
         n = len(input_ids) - 1
         collected = self._engine.rows.collect(handle, input_ids[:n])
         if isinstance(collected, int):
-            self._count_again(request, CaptureError(str(request.prompt.id), collected, n))
+            cause = "SGLang's scheduler handed out others, or none; see its log"
+            self._count_again(request, CaptureError(str(request.prompt.id), collected, n, cause))
             return None
         return self._record(request.prompt, response, input_ids, loss_mask, collected)
 
@@ -206,7 +240,7 @@ class SGLangEngine:
         """Raises the error when this was the last try."""
         if request.tries == TRIES:
             raise error
-        logger.warning("%s; making it again", error)
+        logger.warning("made again: %s", error)
         request.tries += 1
         self.recaptured += 1
 

@@ -61,16 +61,21 @@ class Supervisor:
         self._handles = itertools.count()
         self._deaths = 0
         self._interrupted = False
-        self.rows: RowStore = PositionRows(slabs.layers, slabs.hidden)
+        self.rows: RowStore = self._no_rows()
         self.captured = 0
         """Rows that came, those of requests that were given up included."""
+        self.starting = False
 
-    def submit(self, fed: list[int], most_rows: int, sampling: dict[str, Any]) -> int:
+    def submit(
+        self, fed: list[int], most_rows: int, sampling: dict[str, Any], *, uncached: bool = False
+    ) -> int:
         """Its handle. The engine must have been started."""
         assert self._host is not None
         handle = next(self._handles)
         self.rows.open(handle, most_rows)
-        self._host.send(Submit(handle=handle, input_ids=fed, sampling=sampling))
+        self._host.send(
+            Submit(handle=handle, input_ids=fed, sampling=sampling, uncached=uncached)
+        )
         return handle
 
     def abort_all(self) -> None:
@@ -80,8 +85,20 @@ class Supervisor:
     def start(self) -> None:
         """Returns when a first request has brought its rows, or when it is interrupted; at once
         when the engine runs. Raises EngineError."""
-        if self._host is not None:
+        if self._host is not None or self._interrupted:
             return
+        self.starting = True
+        try:
+            self._start_host()
+        except EngineError:
+            self._end_host()
+            raise
+        finally:
+            self.starting = False
+
+    def _start_host(self) -> None:
+        # Those of the life before go first: there may be memory for one of them only.
+        self.rows = self._no_rows()
         self._host = HostProcess(
             self._python,
             self._start_command,
@@ -100,13 +117,21 @@ class Supervisor:
             logger.info("SGLang %s is up, %d tokens of KV cache", *figures)
 
     def start_again(self, reason: str) -> None:
-        """Raises EngineError when it has died too often."""
-        self._deaths += 1
+        """Raises EngineError when it has died too often. It came up before: that it does not come
+        up now, while the GPU's memory is still being freed for instance, is one more death."""
+        while self._died(reason):
+            try:
+                return self.start()
+            except EngineError as error:
+                reason = str(error)
+        raise EngineError(f"{reason}; {MOST_DEATHS} times in a row without a sample")
+
+    def _died(self, reason: str) -> bool:
+        """Whether to go on."""
         logger.error("%s", reason)
-        if self._deaths == MOST_DEATHS:
-            raise EngineError(f"{reason}; {MOST_DEATHS} times in a row without a sample")
+        self._deaths += 1
         self._end_host()
-        self.start()
+        return self._deaths < MOST_DEATHS
 
     def works(self) -> None:
         """A sample came out of it."""
@@ -135,17 +160,18 @@ class Supervisor:
         self.rows.put(arrived)
         self.captured += len(arrived.handles)
 
-    def _hear(self, host: HostProcess, message: Told | Died) -> None:
-        """In the host's own thread: what concerns rows must be done before the next are put."""
-        try:
-            if isinstance(message, Attached) and self._by_slot:
-                layers, hidden = self._slabs.layers, self._slabs.hidden
-                check_memory(message.kv_slots, layers, hidden)
-                self.rows = SlotRows(message.kv_slots, layers, hidden)
-            elif isinstance(message, Finished):
-                self.rows.finish(message.handle, np.frombuffer(message.kv_slots, "<i4"))
-        except EngineError as error:
-            self._events.put((host, error))
+    def _no_rows(self) -> RowStore:
+        store = SlotRows if self._by_slot else PositionRows
+        return store(self._slabs.layers, self._slabs.hidden)
+
+    def _hear(self, host: HostProcess, message: Told | Died | EngineError) -> None:
+        """In the host's own thread: what concerns rows must be done before the next are put.
+        Raises EngineError, which will be heard."""
+        if isinstance(message, Attached) and isinstance(self.rows, SlotRows):
+            check_memory(message.kv_slots, self._slabs.layers, self._slabs.hidden)
+            self.rows.attach(message.kv_slots)
+        elif isinstance(message, Finished):
+            self.rows.finish(message.handle, np.frombuffer(message.kv_slots, "<i4"))
         self._events.put((host, message))
 
     def _next(self, timeout_seconds: float) -> Told | Died | None:
@@ -156,11 +182,11 @@ class Supervisor:
             return None
         if event is None or event[0] is not self._host:
             return None
-        if isinstance(event[1], EngineError):
-            raise event[1]
-        if isinstance(event[1], Failed):
-            raise EngineError(event[1].reason)
-        return event[1]
+        message = EngineError(event[1].reason) if isinstance(event[1], Failed) else event[1]
+        if isinstance(message, EngineError):
+            self._end_host()
+            raise message
+        return message
 
     def _await_start(self, deadline: float) -> Started | None:
         """None when interrupted. Raises EngineError."""
