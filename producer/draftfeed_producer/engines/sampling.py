@@ -1,6 +1,5 @@
 """Draws tokens so that a sample's random numbers are its own, whatever batch it is in."""
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from draftfeed_producer.engines.config import SamplingConfig
+from draftfeed_producer.engines.seeds import sample_seed
 from draftfeed_proto.ids import SampleId
 
 _LIKELY = 512
@@ -67,6 +67,5 @@ def _candidates(logits: Tensor, config: SamplingConfig) -> tuple[Tensor, Tensor 
 
 
 def _uniforms(seed: int, id: SampleId, count: int) -> np.ndarray:
-    digest = hashlib.blake2b(f"{seed}:{id}".encode(), digest_size=16).digest()
-    philox = np.random.Philox(key=int.from_bytes(digest, "little"))
+    philox = np.random.Philox(key=sample_seed(seed, id))
     return np.random.Generator(philox).random(count)
