@@ -16,7 +16,7 @@ from draftfeed_consumer.trainers import TrainerConfig
 from draftfeed_consumer.trainers.specforge_options import SpecForgeOptions
 from draftfeed_deploy.config import build
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import SyntheticConfig, TransformersConfig
+from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
 from draftfeed_producer.engines.config import CaptureConfig, SamplingConfig
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
@@ -27,6 +27,7 @@ from draftfeed_proto.descriptor import Expectation
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 TABLES: dict[str, type[msgspec.Struct]] = {
     '`[engine]` with `name = "transformers"`': TransformersConfig,
+    '`[engine]` with `name = "sglang"`': SGLangConfig,
     "\n`[engine.sampling]`": SamplingConfig,
     '`[engine]` with `name = "synthetic"`': SyntheticConfig,
     "\n`[capture]`": CaptureConfig,
