@@ -15,6 +15,7 @@ from draftfeed_deploy import audit, exits, spool_tools
 
 if TYPE_CHECKING:
     from draftfeed_consumer.config import ConsumerConfig
+    from draftfeed_producer.config import ProducerConfig
 
 DEMO_PROMPTS = 200
 """Shipped in data/prompts.jsonl."""
@@ -23,6 +24,7 @@ GIVE_UP_SECONDS = 15.0
 EPILOG = f"""\
 examples:
   draftfeed demo                                 the whole line on this machine, no GPU needed
+  draftfeed producer -c producer.toml --check    before a long run: a few prompts, judged
   draftfeed producer -c producer.toml            generate, capture, spool, serve
   draftfeed consumer -c consumer.toml            receive and train
   draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
@@ -30,6 +32,18 @@ examples:
   draftfeed audit -c producer.toml               where every prompt is
 
 {exits.SUMMARY}"""
+PRODUCER_EPILOG = """\
+--check is for the hour before a long run. It reads the whole prompt file, starts the engine that
+  is configured, and takes the first three prompts, with at most 32 new tokens each, through tap,
+  codec, a spool, the server and a consumer. Then it captures the same tokens once more, in one
+  pass, and those of one sample with another token in the middle. It ends with 0 (PASSED) when each
+  token has its row, when what arrives is what was made, when both captures agree within what the
+  target's dtype allows, when the other token changes its own row and none before it, when no value
+  is infinite and no row zero, and when the disk and the memory hold what is configured; else with
+  1 (FAILED), and with 2 when the configuration cannot be used. It touches neither [spool] dir nor
+  [server] bind: spool and server are temporary ones, the spool where temporary files go (TMPDIR).
+  It needs the consumer's packages, and an engine that runs a target.
+"""
 CONSUMER_EPILOG = """\
 SIGTERM and Ctrl-C drain: no more samples are taken, the trainer ends with its usual last
 checkpoint, and the producers confirm it. Again, or after [trainer] drain_seconds, it stops at
@@ -81,8 +95,25 @@ def _producer(arguments: argparse.Namespace, console: Console) -> int:
 
     skip_bad = ["prompts.skip_bad=true"] if arguments.skip_bad else []
     loaded = config.load(arguments.config, ProducerConfig, [*arguments.set, *skip_bad])
+    if arguments.check:
+        return _check_producer(loaded, str(arguments.config), console)
     done = run_producer(loaded, arguments.run_dir, console)
     return exits.DONE if done else exits.INTERRUPTED
+
+
+def _check_producer(config: "ProducerConfig", where: str, console: Console) -> int:
+    from draftfeed_deploy import packages
+
+    packages.require_for_check()
+    from draftfeed_deploy.check import run_check
+    from draftfeed_deploy.check_report import lines_of
+    from draftfeed_deploy.foreground import interrupt, on_signal
+
+    with on_signal(interrupt):
+        findings = run_check(config, where, console)
+    lines, passed = lines_of(config, where, findings)
+    print("\n".join(lines))
+    return exits.DONE if passed else exits.FAILED
 
 
 def _consumer(arguments: argparse.Namespace, console: Console) -> int:
@@ -133,6 +164,7 @@ def _demo(arguments: argparse.Namespace, console: Console) -> int:
             directory=arguments.dir,
             prompts=arguments.prompts,
             max_new_tokens=arguments.max_new_tokens,
+            engine=arguments.engine,
             swap=arguments.swap,
         )
         report = run_demo(options, console)
@@ -155,18 +187,28 @@ def _parser() -> argparse.ArgumentParser:
         "--log-level", default="info", choices=["debug", "info", "warning", "error"]
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    producer = _add_service(commands, "producer", "generate, capture, spool and serve", _producer)
-    producer.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="count lines of the prompt file that cannot be used and go on (prompts.skip_bad)",
-    )
+    _add_producer(commands)
     _add_consumer(commands)
     _add_drain(commands)
     audit.add_command(commands)
     spool_tools.add_commands(commands)
     _add_demo(commands)
     return parser
+
+
+def _add_producer(commands: Commands) -> None:
+    parser = _add_service(commands, "producer", "generate, capture, spool and serve", _producer)
+    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, PRODUCER_EPILOG
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="count lines of the prompt file that cannot be used and go on (prompts.skip_bad)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run a few prompts through the whole line, judge what arrives, and end; see below",
+    )
 
 
 def _add_consumer(commands: Commands) -> None:
@@ -272,6 +314,13 @@ def _add_demo(commands: Commands) -> None:
     )
     parser.add_argument(
         "--max-new-tokens", type=_positive, default=64, metavar="N", help="default: 64"
+    )
+    parser.add_argument(
+        "--engine",
+        default="transformers",
+        choices=["transformers", "sglang"],
+        help="what runs the target (default: transformers); sglang, in its CPU build, needs "
+        "`make sglang` once and takes a minute longer to start",
     )
     parser.add_argument(
         "--swap",

@@ -1,13 +1,11 @@
 """The demo: a producer and a consumer as processes of their own, watched, then judged."""
 
 import json
-import logging
 import shutil
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -16,11 +14,12 @@ from draftfeed_consumer.config import ConsumerConfig
 from draftfeed_consumer.ledger import parse
 from draftfeed_consumer.trainers.dflash import read_state
 from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
-from draftfeed_deploy import smollm2
+from draftfeed_deploy import packages, smollm2
 from draftfeed_deploy.accounts import read_spool
 from draftfeed_deploy.config import load
 from draftfeed_deploy.errors import DemoError, OutputError
 from draftfeed_deploy.evaluation import evaluate
+from draftfeed_deploy.foreground import phase
 from draftfeed_deploy.reckoning import judge, prompt_list
 from draftfeed_deploy.records import Checkpoint
 from draftfeed_deploy.report import Report, write_report
@@ -28,21 +27,44 @@ from draftfeed_deploy.services import run_services
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_proto.ids import IdSet
 
-logger = logging.getLogger(__name__)
-
 MARKER = ".draftfeed-demo"
 SHARD_SIZE = 64
 SWAP_SHARE = 0.4
 """Of the samples, trained when the second consumer is started."""
 
-PRODUCER_TOML = """\
-# One producer: prompts -> SmolLM2 on the CPU -> spool -> this address.
-
+TRANSFORMERS_TOML = """\
 [engine]
 name = "transformers"
 batch_size = {batch_size}
 threads = 1
-sampling = {{ max_new_tokens = {max_new_tokens}, temperature = 0.7, top_p = 0.95, seed = 1 }}
+"""
+
+SGLANG_TOML = """\
+[engine]
+name = "sglang"
+python = {python}
+concurrency = {batch_size}
+dtype = "float32"
+ring_bytes = 16_777_216
+
+[engine.args]            # SGLang's own, by their Python names: what it needs to run on a CPU
+device = "cpu"
+attention_backend = "torch_native"
+sampling_backend = "pytorch"
+grammar_backend = "none"
+disable_cuda_graph = true
+max_total_tokens = 16384 # of KV cache
+"""
+
+PRODUCER_TOML = """\
+# One producer: prompts -> SmolLM2 on the CPU -> spool -> this address.
+
+{engine}
+[engine.sampling]
+max_new_tokens = {max_new_tokens}
+temperature = 0.7
+top_p = 0.95
+seed = 1
 
 [target]
 path = {target}
@@ -87,11 +109,36 @@ resume_from = "latest"   # go on where an earlier run stopped
 """
 
 
+class DemoEngine(NamedTuple):
+    toml: str
+    """Its tables, with fields still to be filled in."""
+    python: str
+    """What runs it, as TOML; empty: the producer itself."""
+    environment: dict[str, str]
+    """Of the producer. Generation has one core, the trainer the other."""
+
+
+def _transformers() -> DemoEngine:
+    return DemoEngine(TRANSFORMERS_TOML, "", {})
+
+
+def _sglang() -> DemoEngine:
+    """Raises MissingPackage. On a CPU, SGLang leaves the number of threads to torch's default,
+    which is every core, or this variable."""
+    python = _quoted(packages.sglang_python())
+    return DemoEngine(SGLANG_TOML, python, {"OMP_NUM_THREADS": "1"})
+
+
+ENGINES = {"transformers": _transformers, "sglang": _sglang}
+
+
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     directory: Path
     prompts: int | None = None
     """Only the first so many of the shipped prompts."""
     max_new_tokens: int = 64
+    engine: Literal["transformers", "sglang"] = "transformers"
+    """What runs the target; SGLang has an environment of its own, which `make sglang` builds."""
     swap: bool = False
     """A second consumer takes over in the middle of the run."""
 
@@ -99,20 +146,22 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 def run_demo(options: DemoOptions, console: Console) -> Report:
     """Run both services to their end, evaluate the drafter, write the report.
 
-    Raises DemoError or OutputError for a directory it cannot use, ServiceFailed when a service
-    fails or stands still; Ctrl-C stops both and goes on as KeyboardInterrupt.
+    Raises DemoError or OutputError for a directory it cannot use, MissingPackage, ServiceFailed
+    when a service fails or stands still; Ctrl-C stops both and goes on as KeyboardInterrupt.
     """
+    engine = ENGINES[options.engine]()
     directory = _fresh(options.directory)
     prompts = _shipped(directory, "prompts.jsonl", options.prompts)
-    with _phase(console, "making a plain bf16 copy of SmolLM2-135M, once, unless there is one"):
+    with phase(console, "making a plain bf16 copy of SmolLM2-135M, once, unless there is one"):
         target = smollm2.prepare()
-    count = _write_configs(directory, prompts, target, options)
-    run_services(directory, console, int(SWAP_SHARE * count) if options.swap else 0)
+    count = _write_configs(directory, prompts, target, engine, options)
+    swap_after = int(SWAP_SHARE * count) if options.swap else 0
+    run_services(directory, console, swap_after, engine.environment)
     producer = load(directory / "producer.toml", ProducerConfig)
     trainer = load(directory / "consumer.toml", ConsumerConfig).trainer
     _note_checkpoint(directory, trainer.output_dir)
     _note_audit(directory, producer)
-    with _phase(console, "evaluating the drafter on held-out prompts"):
+    with phase(console, "evaluating the drafter on held-out prompts"):
         evaluation = evaluate(producer, trainer, _shipped(directory, "heldout.jsonl"))
     (directory / "evaluation.json").write_bytes(msgspec.json.encode(evaluation))
     return write_report(directory, prompts, shard_size=SHARD_SIZE)
@@ -134,17 +183,6 @@ def _note_audit(directory: Path, producer: ProducerConfig) -> None:
     prompts = prompt_list(producer)
     audit = judge("producer.toml", prompts, read_spool(producer.spool.dir, prompts.ids))
     (directory / "audit.json").write_bytes(msgspec.json.encode(audit))
-
-
-@contextmanager
-def _phase(console: Console, what: str) -> Iterator[None]:
-    """Say what takes its time: on a terminal while it does, elsewhere in the log."""
-    if not console.is_terminal:
-        logger.info("%s", what)
-        yield
-        return
-    with console.status(what):
-        yield
 
 
 def _fresh(directory: Path) -> Path:
@@ -169,12 +207,15 @@ def _shipped(directory: Path, name: str, lines: int | None = None) -> Path:
     return path
 
 
-def _write_configs(directory: Path, prompts: Path, target: Path, options: DemoOptions) -> int:
+def _write_configs(
+    directory: Path, prompts: Path, target: Path, engine: DemoEngine, options: DemoOptions
+) -> int:
     """Returns the number of prompts."""
     address = json.dumps(f"tcp://127.0.0.1:{_free_port()}")
     count = len(prompts.read_bytes().splitlines())
     values = {
         "address": address,
+        "python": engine.python,
         "target": _quoted(target),
         "prompts": _quoted(prompts),
         "spool": _quoted(directory / "spool"),
@@ -183,7 +224,8 @@ def _write_configs(directory: Path, prompts: Path, target: Path, options: DemoOp
         "shard_size": SHARD_SIZE,
         **_pace(count, options),
     }
-    (directory / "producer.toml").write_text(PRODUCER_TOML.format(**values))
+    producer = PRODUCER_TOML.format(engine=engine.toml.format(**values), **values)
+    (directory / "producer.toml").write_text(producer)
     (directory / "consumer.toml").write_text(CONSUMER_TOML.format(**values))
     return count
 

@@ -9,7 +9,7 @@ from draftfeed_consumer.trainers.dflash import load_config
 from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_deploy.records import Evaluation
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import TransformersConfig, make_engine
+from draftfeed_producer.engines import SyntheticConfig, TransformersConfig, make_engine
 from draftfeed_producer.prompts import PromptFile, PromptsConfig, prompt_limit
 from draftfeed_producer.target import load_target
 from draftfeed_proto.sample import Sample
@@ -42,17 +42,21 @@ def evaluate(producer: ProducerConfig, trainer: TrainerConfig, heldout: Path) ->
 
 
 def _capture(producer: ProducerConfig, heldout: Path) -> list[Sample]:
-    """Held-out samples, in the order of the file, made as the producer makes its own."""
+    """Held-out samples, in the order of the file, made as the producer makes its own: with
+    transformers, for another start of SGLang would take longer than all of these."""
     target_config, _ = producer.needed()
-    assert isinstance(producer.engine, TransformersConfig)
+    assert not isinstance(producer.engine, SyntheticConfig)
+    config = producer.engine
+    if not isinstance(config, TransformersConfig):
+        config = TransformersConfig(threads=1, sampling=config.sampling)
     target = load_target(target_config)
     limit = prompt_limit(
         PromptsConfig(path=str(heldout)),
         target.max_positions,
-        producer.engine.sampling.max_new_tokens,
+        config.sampling.max_new_tokens,
     )
     file = PromptFile(PromptsConfig(path=str(heldout)), target.tokenizer, limit)
-    engine = make_engine(producer.engine, target_config)
+    engine = make_engine(config, target_config)
     try:
         return sorted(engine.run(file.prompts()), key=lambda sample: sample.id)
     finally:

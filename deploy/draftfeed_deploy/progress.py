@@ -113,7 +113,7 @@ def _producer_rows(now: ProducerSnapshot, rates: Rates) -> list[Row]:
         ("capture", f"{rates('captured'):.1f} tokens/s", None),
         ("members", _members(now), None),
         ("stream", _stream(now, rates), None),
-        ("spool", f"{_bytes(spool[0])} of {_bytes(spool[1])}{alarm}", spool),
+        ("spool", f"{readable_bytes(spool[0])} of {readable_bytes(spool[1])}{alarm}", spool),
         ("committed", f"{now.committed} ({now.leased} leased)", None),
         ("stalls", _stalls(now), None),
     ]
@@ -126,7 +126,7 @@ def _consumer_rows(now: ConsumerSnapshot, rates: Rates) -> list[Row]:
         ("link", _link(now), None),
         ("received", f"{now.samples} samples, {rates('tokens'):.1f} tokens/s", None),
         ("stream", _stream(now, rates), None),
-        ("buffer", f"{_bytes(buffer[0])} of {_bytes(buffer[1])}", buffer),
+        ("buffer", f"{readable_bytes(buffer[0])} of {readable_bytes(buffer[1])}", buffer),
         ("trained", f"{now.trained} ({now.held} held)", None),
         ("step", f"{now.step}{loss}", None),
         ("stalls", _stalls(now), None),
@@ -158,7 +158,7 @@ def _stalls(now: Snapshot) -> str:
     return ", ".join(f"{cause.replace('_', ' ')} {value:.0f} s" for cause, value in seconds)
 
 
-def _bytes(count: float) -> str:
+def readable_bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,13 +1,15 @@
 """Producer and consumer as child processes, watched until both have ended."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 from rich.console import Console
@@ -29,17 +31,24 @@ SNAPSHOTS: dict[str, type[ProducerSnapshot] | type[ConsumerSnapshot]] = {
 }
 
 
-def run_services(directory: Path, console: Console, swap_after: int = 0) -> None:
+def run_services(
+    directory: Path,
+    console: Console,
+    swap_after: int = 0,
+    producer_environment: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Start both from `directory`, wait for their ends. Raises ServiceFailed.
 
     swap_after: samples after which a second consumer takes over; 0 = none does.
+    producer_environment: variables of the producer beside ours.
     None of them outlives this call.
     """
     with ExitStack() as stack:
         names = list(SNAPSHOTS)[: 3 if swap_after else 2]
         views = stack.enter_context(_views(console, names))
-        producer, consumer = [stack.enter_context(_started(n, directory)) for n in names[:2]]
-        services = [producer, consumer]
+        producer = _started(names[0], directory, environment=producer_environment)
+        consumer = stack.enter_context(_started(names[1], directory))
+        services = [stack.enter_context(producer), consumer]
         swap = Swapping(swap_after)
         standstill = Standstill(STANDSTILL_SECONDS, time.monotonic())
         while any(service.poll() is None for service in services):
@@ -103,7 +112,8 @@ class Standstill:
     """Whether anything is still happening, by the counters of all services.
 
     A snapshot says that a monitor thread lives, which is not the same. Loading a model moves no
-    counter and takes as long as the disk is slow: there the clock stands.
+    counter and takes as long as the disk is slow: there the clock stands. So it does while an
+    engine that has died is started again; engines limit themselves how long a start may take.
     """
 
     def __init__(self, limit_seconds: float, now: float) -> None:
@@ -135,7 +145,9 @@ class Standstill:
 class Service:
     """One child process, its log and its statistics."""
 
-    def __init__(self, name: str, directory: Path, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str, directory: Path, options: Sequence[str], environment: Mapping[str, str]
+    ) -> None:
         self.name = name
         self.ends_with = exits.DONE
         self.log_path = directory / f"{name}.log"
@@ -146,7 +158,11 @@ class Service:
         command += ["-c", str(directory / f"{kind}.toml"), "--run-dir", str(directory / name)]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command,
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
             )
 
     def poll(self) -> int | None:
@@ -196,8 +212,13 @@ def _check_moving(standstill: Standstill, services: list[Service]) -> None:
 
 
 @contextmanager
-def _started(name: str, directory: Path, *options: str) -> Iterator[Service]:
-    service = Service(name, directory, options)
+def _started(
+    name: str,
+    directory: Path,
+    *options: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Service]:
+    service = Service(name, directory, options, environment)
     try:
         yield service
     finally:

@@ -193,6 +193,16 @@ def test_package_that_the_demo_lacks_is_known_before_it_starts(
     assert not (tmp_path / "run").exists()
 
 
+def test_demo_whose_sglang_is_not_built_yet_says_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "checkout/deploy/draftfeed_deploy/packages.py"
+    monkeypatch.setattr("draftfeed_deploy.packages.__file__", str(elsewhere))
+    line = fails(capsys, "demo", "--engine", "sglang", "--dir", tmp_path / "run")
+    assert line.endswith("needs SGLang, which is not installed; run: make sglang")
+    assert not (tmp_path / "run").exists()
+
+
 def test_consumer_without_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
