@@ -24,9 +24,8 @@ def changed(tables: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
     """The producer's file with some keys of others."""
     result = deepcopy(tables)
     for key, value in change.items():
-        known = result.get(key)
-        both = isinstance(value, dict) and isinstance(known, dict)
-        result[key] = changed(known, value) if both else value
+        within = isinstance(value, dict) and key in result
+        result[key] = changed(result[key], value) if within else value
     return result
 
 
@@ -41,9 +40,8 @@ def test_the_files_are_valid():
 
 
 def test_four_replicas_share_neither_cards_nor_shards_nor_addresses():
-    rows = re.findall(
-        r"^\| `producer-\d.toml` \| `(\d)` \|.*\| `\"(.+?)\"` \| port (\d+)", PAGE, re.M
-    )
+    row = r"^\| `producer-\d.toml` \| `(\d)` \|.*\| `\"(.+?)\"` \| port (\d+)"
+    rows = re.findall(row, PAGE, re.MULTILINE)
     assert [int(replica) for replica, _, _ in rows] == [0, 1, 2, 3]
     ends = [tuple(map(int, shards.split("-"))) for _, shards, _ in rows]
     assert [last + 1 for _, last in ends[:-1]] == [first for first, _ in ends[1:]]
