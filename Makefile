@@ -22,8 +22,8 @@ MOVED := $(foreach V,.venv .venv-sglang,$(shell \
 
 help:
 	@echo "make demo    generate with SmolLM2, stream its hidden states, train a drafter; writes runs/demo/"
-	@echo "make test    the whole test suite, but for what needs SGLang"
-	@echo "make test-sglang  the tests of the SGLang engine; builds .venv-sglang, 2.6 GB, with 'make sglang'"
+	@echo "make test    the whole test suite; what needs SGLang only where .venv-sglang is"
+	@echo "make test-sglang  the tests of the SGLang engine; builds .venv-sglang, 2.4 GB, with 'make sglang'"
 	@echo "make model   the delivery model, searched deeper than in the suite; hours"
 	@echo "make check   ruff, format, mypy, pyright, import-linter"
 	@echo "make format  let ruff rewrite the sources"

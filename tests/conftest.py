@@ -1,12 +1,29 @@
-"""What tests measured, below their summary: `record_property(name, value)` in a test."""
+"""What tests measured, below their summary: `record_property(name, value)` in a test. And which
+tests need an environment that is not there."""
+
+from pathlib import Path
 
 import pytest
 
 # Tests of one module that others import, each for its own engine.
-pytest.register_assert_rewrite("engine_suite")
+pytest.register_assert_rewrite("engine_suite", "sglang_suite")
+
+SGLANG_TESTS = Path(__file__).parent / "sglang"
+SGLANG_MISSING = not Path(__file__).parents[1].joinpath(".venv-sglang/bin/python").exists()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    left_out = SGLANG_MISSING and collection_path.is_relative_to(SGLANG_TESTS)
+    return True if left_out else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if SGLANG_MISSING:
+        terminalreporter.line("tests/sglang left out: no .venv-sglang, `make sglang` builds it")
+    _print_measured(terminalreporter)
+
+
+def _print_measured(terminalreporter: pytest.TerminalReporter) -> None:
     reports = [report for group in terminalreporter.stats.values() for report in group]
     measured = [
         f"{report.nodeid.rpartition('::')[2]}: {name}: {value}"
