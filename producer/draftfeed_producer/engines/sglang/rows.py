@@ -6,11 +6,11 @@ the KV slot of each token, whose row lives as long as the slot does.
 
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from draftfeed_producer.engines.sglang.memory import available_bytes
 from draftfeed_producer.errors import EngineError
 from draftfeed_proto.sample import LayerCounters
 
@@ -84,6 +84,8 @@ class PositionRows:
     def collect(self, handle: int, fed: np.ndarray) -> Collected | int:
         request = self._open[handle]
         n = len(fed)
+        if n > len(request.tokens):
+            return n - len(request.tokens)
         if missing := int((request.tokens[:n] != fed).sum()):
             return missing
         return Collected(request.rows[:n], _totals(request.counters[:n]))
@@ -120,17 +122,18 @@ class _Taken(NamedTuple):
 class SlotRows:
     """One row for each KV slot. A prefix found in the cache has its rows here already."""
 
-    def __init__(self, kv_slots: int, layers: int, hidden: int) -> None:
-        self._all = _Taken(
-            np.empty((kv_slots, layers, hidden), np.float16),
-            np.empty((kv_slots, layers, 4), np.int32),
-            np.full(kv_slots, -1, np.int32),
-            np.full(kv_slots, -1, np.int32),
-        )
+    def __init__(self, layers: int, hidden: int) -> None:
+        self._shape = (layers, hidden)
+        self._all = self._reserve(0)
+        self._open: set[int] = set()
         self._finished: dict[int, _Taken] = {}
 
+    def attach(self, kv_slots: int) -> None:
+        """The engine has so many; none has a row. Before the first `put`, by the same thread."""
+        self._all = self._reserve(kv_slots)
+
     def open(self, handle: int, most_rows: int) -> None:
-        pass
+        self._open.add(handle)
 
     def put(self, arrived: Arrived) -> None:
         at = arrived.kv_slots
@@ -140,13 +143,18 @@ class SlotRows:
         self._all.positions[at] = arrived.positions
 
     def finish(self, handle: int, kv_slots: np.ndarray) -> None:
-        # Copies: what the engine tells next may be rows of others in the same slots. A request
-        # seen once more, after its end, has no slots to tell.
-        if len(kv_slots):
-            self._finished[handle] = _Taken(*(array[kv_slots] for array in self._all))
+        # A request seen once more, after its end, has no slots to tell.
+        if handle not in self._open or not len(kv_slots):
+            return
+        # Copies: what the engine tells next may be rows of others in the same slots.
+        self._finished[handle] = _Taken(*(array[kv_slots] for array in self._all))
+        if handle not in self._open:  # dropped meanwhile, by the other thread
+            self._finished.pop(handle, None)
 
     def collect(self, handle: int, fed: np.ndarray) -> Collected | int:
         n = len(fed)
+        if handle not in self._finished:
+            return n
         taken = _Taken(*(array[:n] for array in self._finished[handle]))
         if len(taken.tokens) < n:
             return n - len(taken.tokens)
@@ -157,13 +165,23 @@ class SlotRows:
         return Collected(taken.rows, _totals(taken.counters))
 
     def drop(self, handle: int) -> None:
+        self._open.discard(handle)
         self._finished.pop(handle, None)
+
+    def _reserve(self, kv_slots: int) -> _Taken:
+        """Untouched pages cost nothing."""
+        return _Taken(
+            np.empty((kv_slots, *self._shape), np.float16),
+            np.empty((kv_slots, *self._shape[:1], 4), np.int32),
+            np.full(kv_slots, -1, np.int32),
+            np.full(kv_slots, -1, np.int32),
+        )
 
 
 def check_memory(kv_slots: int, layers: int, hidden: int) -> None:
     """Says what `SlotRows` will take. Raises EngineError when the machine has not that much."""
     slot_bytes = 2 * layers * hidden + 16 * layers + 8
-    needed, available = kv_slots * slot_bytes, _available_bytes()
+    needed, available = kv_slots * slot_bytes, available_bytes()
     text = f"{needed / 2**30:.1f} GiB for the rows of {kv_slots} KV slots, {slot_bytes} bytes each"
     logger.info("prefix cache: %s; %.1f GiB are available", text, available / 2**30)
     if needed > available:
@@ -171,13 +189,6 @@ def check_memory(kv_slots: int, layers: int, hidden: int) -> None:
             f"[capture] prefix_cache needs {text}, and {available / 2**30:.1f} GiB are available: "
             "lower memory_fraction or args.max_total_tokens, or do without prefix_cache"
         )
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise EngineError("/proc/meminfo does not tell how much memory is available")
 
 
 def _runs(handles: np.ndarray) -> Iterator[tuple[int, slice]]:

@@ -2,11 +2,13 @@
 
 import mmap
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from draftfeed_producer.engines.sglang.memory import available_bytes
 from draftfeed_producer.errors import EngineError
 
 COUNTERS = 4
@@ -60,13 +62,16 @@ class SharedSlabs:
         Not in /dev/shm, which is 64 MiB in many containers. Taken at once: a page that is not
         there when it is written ends the process that writes it.
         """
+        available = available_bytes()
+        # Taking more than there is would not fail: it would have this process killed.
+        if shape.total_bytes > available:
+            raise _no_memory(shape, f"{available / 2**20:.0f} MiB are available")
         fd = os.memfd_create("draftfeed-slabs")
         try:
             os.posix_fallocate(fd, 0, shape.total_bytes)
         except OSError as error:
             os.close(fd)
-            size = f"{shape.total_bytes / 2**20:.0f} MiB"
-            raise EngineError(f"no shared memory of {size}: {error.strerror}") from None
+            raise _no_memory(shape, error.strerror or "") from None
         return cls(shape, fd)
 
     @classmethod
@@ -92,8 +97,15 @@ class SharedSlabs:
         return SharedSlab(rows, counters)
 
     def close(self) -> None:
-        """The mapping itself goes when nobody holds an array of it."""
+        """The memory goes at once, unless someone holds an array of it."""
         os.close(self._fd)
+        with suppress(BufferError):
+            self._map.close()
+
+
+def _no_memory(shape: SlabShape, reason: str) -> EngineError:
+    size = f"{shape.total_bytes / 2**20:.0f} MiB"
+    return EngineError(f"no shared memory of {size}: {reason}; lower [engine] ring_bytes")
 
 
 def _round_up(size: int) -> int:

@@ -73,9 +73,7 @@ class Supervisor:
         assert self._host is not None
         handle = next(self._handles)
         self.rows.open(handle, most_rows)
-        self._host.send(
-            Submit(handle=handle, input_ids=fed, sampling=sampling, uncached=uncached)
-        )
+        self._host.send(Submit(handle=handle, input_ids=fed, sampling=sampling, uncached=uncached))
         return handle
 
     def abort_all(self) -> None:
