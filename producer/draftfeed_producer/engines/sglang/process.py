@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import msgspec
@@ -25,6 +25,7 @@ from draftfeed_producer.engines.sglang.messages import (
     Quit,
     Settings,
     Start,
+    Started,
     Told,
 )
 from draftfeed_producer.engines.sglang.rows import Arrived
@@ -35,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 _TAIL_LINES = 40
 _POLL_MS = 100
-_FREED_MS = 5000
+_LINE_BYTES = 1 << 16
+_LOG_SECONDS = 5.0
+"""A process that left the engine's group may hold its output open."""
 _QUIT_SECONDS = 20.0
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _HOST = "draftfeed_producer.engines.sglang.host"
@@ -62,32 +65,30 @@ class HostProcess:
         *,
         by_slot: bool,
         put: Callable[[Arrived], None],
-        hear: Callable[["HostProcess", Told | Died], None],
+        hear: Callable[["HostProcess", Told | Died | EngineError], None],
     ) -> None:
         """put: called with rows as they come. hear: with everything else, in the order in which
-        it was told. Both from the thread. Raises EngineError."""
+        it was told. Both from the thread; what they raise ends it, and is the last that is heard.
+        Raises EngineError."""
         self._put, self._hear = put, hear
-        self._slabs = SharedSlabs.create(slabs)
-        self._views = [self._slabs.slab(index) for index in range(slabs.count)]
-        self._directory = tempfile.TemporaryDirectory(prefix="draftfeed-engine-")
-        self._context = zmq.Context()
-        self._commands = self._bind(zmq.PUSH, "commands")
-        self._told = self._bind(zmq.PULL, "told")
-        self._freed = self._bind(zmq.PUSH, "freed")
-        self._freed.setsockopt(zmq.SNDTIMEO, _FREED_MS)
-        settings = Settings(
-            told=self._address("told"),
-            freed=self._address("freed"),
-            memory=self._slabs.path,
-            slabs=slabs.count,
-            slab_rows=slabs.rows,
-            layers=slabs.layers,
-            hidden=slabs.hidden,
-            by_slot=by_slot,
-        )
-        self._process = self._launch(python or sys.executable, settings, start)
-        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._closing = threading.Event()
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._is_up = False
+        with ExitStack() as resources:
+            self._slabs = SharedSlabs.create(slabs)
+            resources.callback(self._slabs.close)
+            directory = tempfile.TemporaryDirectory(prefix="draftfeed-engine-")
+            self._directory = resources.enter_context(directory)
+            self._context: zmq.Context[Any] = zmq.Context()
+            resources.callback(self._context.destroy, linger=0)
+            self._commands = self._bind(zmq.PUSH, "commands")
+            self._told = self._bind(zmq.PULL, "told")
+            self._freed = self._bind(zmq.PUSH, "freed")
+            self._freed.setsockopt(zmq.SNDTIMEO, _POLL_MS)
+            settings = self._settings(slabs, by_slot=by_slot)
+            self._process = self._launch(python or sys.executable, settings, start)
+            self._resources = resources.pop_all()
+        self._views = [self._slabs.slab(index) for index in range(slabs.count)]
         self._log_thread = threading.Thread(target=self._read_log, name="engine-log", daemon=True)
         self._thread = threading.Thread(target=self._receive, name="engine-rows", daemon=True)
         self._log_thread.start()
@@ -103,9 +104,10 @@ class HostProcess:
             self._commands.send(messages.encode(command), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Ends the engine, politely if it still listens. Nothing is heard any more."""
+        """Ends the engine, politely if it listens: not while it starts. Nothing is heard any
+        more."""
         self._closing.set()
-        if self._process.poll() is None:
+        if self._is_up and self._process.poll() is None:
             self.send(Quit())
             try:
                 self._process.wait(_QUIT_SECONDS)
@@ -113,25 +115,38 @@ class HostProcess:
                 logger.warning("the engine did not end within %.0f s: killed", _QUIT_SECONDS)
         self._kill_group()
         self._process.wait()
-        self._lifeline.close()
+        with suppress(BrokenPipeError):  # what it had never read is still to be written
+            self._lifeline.close()
         self._thread.join()
-        self._log_thread.join()
-        for socket in (self._commands, self._told, self._freed):
-            socket.close(linger=0)
-        self._context.term()
+        self._log_thread.join(_LOG_SECONDS)
         self._views.clear()
-        self._slabs.close()
-        self._directory.cleanup()
+        self._resources.close()
+
+    def _settings(self, slabs: SlabShape, *, by_slot: bool) -> Settings:
+        return Settings(
+            told=self._address("told"),
+            freed=self._address("freed"),
+            memory=self._slabs.path,
+            slabs=slabs.count,
+            slab_rows=slabs.rows,
+            layers=slabs.layers,
+            hidden=slabs.hidden,
+            by_slot=by_slot,
+        )
 
     def _address(self, name: str) -> str:
-        return f"ipc://{self._directory.name}/{name}"
+        return f"ipc://{self._directory}/{name}"
 
     def _bind(self, kind: int, name: str) -> Any:
         socket = self._context.socket(kind)
         # Bounded by the slabs and by the requests in the engine.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(self._address(name))
+        try:
+            socket.bind(self._address(name))
+        except zmq.ZMQError as error:
+            address = self._address(name)
+            raise EngineError(f"{address}: {error.strerror}; choose another TMPDIR") from None
         return socket
 
     def _launch(self, python: str, settings: Settings, start: Start) -> "subprocess.Popen[bytes]":
@@ -160,13 +175,25 @@ class HostProcess:
 
     def _read_log(self) -> None:
         assert self._process.stdout is not None
-        for raw in self._process.stdout:
+        # Not line by line: who writes no line end must not fill the memory.
+        while raw := self._process.stdout.readline(_LINE_BYTES):
             line = raw.decode(errors="replace").rstrip()
             self._tail.append(line)
             logger.debug("engine: %s", line)
         self._process.stdout.close()
 
     def _receive(self) -> None:
+        try:
+            self._hear_all()
+        except EngineError as error:
+            self._hear(self, error)
+        # Whoever waits for this thread must not wait for ever.
+        except Exception as error:
+            logger.exception("the engine's rows cannot be used")
+            words = str(error).strip().partition("\n")[0]
+            self._hear(self, EngineError(f"the engine tells nonsense: {words}"))
+
+    def _hear_all(self) -> None:
         while not self._closing.is_set():
             if self._told.poll(_POLL_MS):
                 self._dispatch(messages.decode_told(self._told.recv()))
@@ -175,14 +202,21 @@ class HostProcess:
                 return
 
     def _dispatch(self, message: Told) -> None:
-        if not isinstance(message, Copied):
-            self._hear(self, message)
+        if isinstance(message, Copied):
+            self._put(self._arrived(message))
+            self._give_back(message.slab)
             return
-        self._put(self._arrived(message))
-        try:
-            self._freed.send(messages.encode(Freed(message.slab)))
-        except zmq.Again:
-            logger.warning("the engine does not take slab %d back: it is dying", message.slab)
+        self._is_up |= isinstance(message, Started)
+        self._hear(self, message)
+
+    def _give_back(self, slab: int) -> None:
+        """The engine has fewer slabs for ever if it does not hear of it; it may still be
+        connecting, or dead."""
+        word = messages.encode(Freed(slab))
+        while not self._closing.is_set() and self._process.poll() is None:
+            with suppress(zmq.Again):
+                self._freed.send(word)
+                return
 
     def _arrived(self, message: Copied) -> Arrived:
         slab = self._views[message.slab]
@@ -195,14 +229,21 @@ class HostProcess:
 
     def _obituary(self) -> str:
         self._kill_group()
-        self._log_thread.join()
-        code = self._process.returncode
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        errors = [line for line in self._tail if "Error" in line or "error" in line]
-        last = (errors or list(self._tail) or ["it printed nothing"])[-1].strip()
+        self._log_thread.join(_LOG_SECONDS)
+        code, tail = self._process.returncode, list(self._tail)
+        how = f"signal {_signal_name(-code)}" if code < 0 else f"exit code {code}"
+        errors = [line for line in tail if "Error" in line or "error" in line]
+        last = (errors or tail or ["it printed nothing"])[-1].strip()
         return f"the engine ended with {how}; last words: {last}"
 
     def _kill_group(self) -> None:
         """Whatever it has started that is still there."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return str(number)
