@@ -63,11 +63,14 @@ class MissingPackageError(ProducerError):
 
 
 class CaptureError(ProducerError):
-    def __init__(self, sample_id: str, missing: int, fed: int) -> None:
-        super().__init__(
-            f"sample {sample_id}: {missing} of {fed} fed tokens left no row, twice in a row; "
-            "the model does not call every tapped decoder block in each forward pass"
-        )
+    def __init__(
+        self,
+        sample_id: str,
+        missing: int,
+        fed: int,
+        cause: str = "the model does not call every tapped decoder block in each forward pass",
+    ) -> None:
+        super().__init__(f"sample {sample_id}: {missing} of {fed} fed tokens left no row; {cause}")
         self.sample_id, self.missing, self.fed = sample_id, missing, fed
 
 

@@ -84,6 +84,7 @@ class _Host:
                 input_ids=submit.input_ids,
                 sampling_params=submit.sampling,
                 rid=plugin.rid_of(submit.handle),
+                cache_salt=plugin.rid_of(submit.handle) if submit.uncached else None,
             )
             response = _response(submit.handle, out)
         except Exception as error:  # noqa: BLE001

@@ -41,6 +41,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     handle: int
     input_ids: list[int]
     sampling: dict[str, Any]
+    uncached: bool = False
+    """It finds nothing in the prefix cache, and nobody finds what it leaves there."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
