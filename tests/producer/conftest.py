@@ -1,9 +1,11 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import tiny_models
 from draftfeed_deploy import smollm2
+from standin_engine import Standin
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +28,10 @@ def tiny_qwen35_multimodal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2_dir() -> Path:
     """Made once per machine, in the user's cache."""
     return smollm2.prepare()
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standin]:
+    one = Standin(tmp_path_factory.mktemp("standin"))
+    yield one
+    one.close()
