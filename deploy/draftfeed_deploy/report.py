@@ -4,6 +4,7 @@ import importlib.metadata
 from collections import Counter
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -156,14 +157,19 @@ def summary_lines(report: Report) -> list[str]:
 
 
 def _tokens_per_second(snapshots: list[ProducerSnapshot]) -> float:
-    """Mean from the last snapshot without a token to the first one with all of them."""
+    """Mean from the last snapshot of a target that is not there yet to the first one with all
+    tokens: they are counted when their sample is finished, which many are at once."""
     if not snapshots:
         return 0.0
     last = snapshots[-1]
-    start = next((s for s in reversed(snapshots) if s.tokens == 0), snapshots[0])
+    *_, start = snapshots[0], *takewhile(_not_begun, snapshots)
     stop = next(s for s in snapshots if s.tokens == last.tokens)
     seconds = stop.time_seconds - start.time_seconds
     return (stop.tokens - start.tokens) / seconds if seconds > 0 else 0.0
+
+
+def _not_begun(snapshot: ProducerSnapshot) -> bool:
+    return snapshot.tokens == 0 and snapshot.phase in ("", "loading")
 
 
 def _summed(stalls: Iterable[dict[str, float]]) -> dict[str, float]:

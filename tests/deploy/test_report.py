@@ -47,6 +47,18 @@ def test_a_run_that_went_well_passes_every_check(run: Run) -> None:
     assert [layer.saturated for layer in report.layers] == [0, 0, 7, 0, 0]
 
 
+def test_samples_that_are_finished_all_at_once_took_longer_than_their_last_second(
+    run: Run,
+) -> None:
+    """Seven thousand tokens a second were reported of a target that made seventy."""
+    for at, snapshot in enumerate(run.producer):
+        snapshot["phase"] = "loading" if at < 3 else "generating"
+        snapshot["tokens"] = 0 if at < 12 else snapshot["tokens"]
+    times = [snapshot["time_seconds"] for snapshot in run.producer]
+    expected = run.producer[-1]["tokens"] / (times[-1] - times[2])
+    assert run.report().tokens_per_second == pytest.approx(expected)
+
+
 def test_report_json_decodes_to_the_report_that_was_returned(run: Run) -> None:
     report = run.report()
     raw = (run.dir / "report.json").read_bytes()
