@@ -28,14 +28,14 @@ def run(target: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--json", "--target", str(target), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        out, err = process.communicate(timeout=850)
+        out, err = process.communicate(timeout=1150)
     finally:
         process.terminate()
         process.wait()
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_capture_on_and_off_do_the_same_work_and_every_row_comes(tiny_qwen3: Path) -> None:
     done = run(tiny_qwen3)
     assert done.returncode == 0, done.stdout + done.stderr
