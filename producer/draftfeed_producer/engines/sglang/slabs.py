@@ -2,7 +2,6 @@
 
 import mmap
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -97,10 +96,10 @@ class SharedSlabs:
         return SharedSlab(rows, counters)
 
     def close(self) -> None:
-        """The memory goes at once, unless someone holds an array of it."""
+        """The memory goes when nobody holds an array of it. Unmapping it here would not see them:
+        numpy keeps the mapping alive and does not tell it that it is in use."""
         os.close(self._fd)
-        with suppress(BufferError):
-            self._map.close()
+        del self._map
 
 
 def _no_memory(shape: SlabShape, reason: str) -> EngineError:
