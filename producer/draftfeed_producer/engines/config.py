@@ -88,6 +88,7 @@ _OURS = {
     "max_running_requests": "[engine] concurrency",
     "base_gpu_id": "[engine] replica",
     "random_seed": "[engine.sampling] seed",
+    "dtype": "[engine] dtype",
     "disable_radix_cache": "[capture] prefix_cache",
     "return_aux_hidden_state_layer_ids": "[target] layer_ids",
     "enable_return_aux_hidden_states": "nothing: it is always on",
@@ -153,7 +154,8 @@ def _check_argument(key: str, value: Any) -> None:
         raise ValueError(
             f"args.{key} is {value!r}: capture needs every layer in one engine; {hint}"
         )
-    if key.startswith(_IN_THE_WAY) and value:
+    # Even none: it is set, to name a convention, and loads nothing.
+    if key.startswith(_IN_THE_WAY) and (value or key == "speculative_algorithm"):
         raise ValueError(
             f"args.{key}: rows are lost under speculative decoding and with a KV cache that is "
             "moved to the host; generate without capture, then capture the responses in one pass "

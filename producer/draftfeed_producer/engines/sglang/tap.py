@@ -45,8 +45,8 @@ class Pass:
     """All of it."""
 
 
-class ProducerGone(RuntimeError):
-    """The producer has ended while its engine runs."""
+class HostGone(RuntimeError):
+    """The process that started this one has ended: nobody gives slabs back any more."""
 
 
 class RequestTap:
@@ -93,7 +93,7 @@ class RequestTap:
         wanted    int64 [m], indices of rows of ours, rising
         tokens    int64 [T], on the device
         kv_slots  int64 [T], on the device
-        Raises ProducerGone; RingTooSmall when a pass is longer than the engine said.
+        Raises HostGone; RingTooSmall when a pass is longer than the engine said.
         """
         reservation = self._reserve(len(wanted))
         everything = len(wanted) == len(packed)
@@ -122,7 +122,7 @@ class RequestTap:
         self._ring.submit(taken.reservation, taken)
 
     def hand_over(self, taken: Pass) -> None:
-        """Returns when all its rows are announced. Raises ProducerGone."""
+        """Returns when all its rows are announced. Raises HostGone."""
         while not taken.announced:
             self._progress()
 
@@ -147,7 +147,8 @@ class RequestTap:
             self._announce(piece)
         elif self._ring.statistics().in_flight:
             self._ring.wait()
-        elif self._lent:
+        else:
+            assert self._lent, "rows are waited for that nobody has asked to be copied"
             self._await_free_slab()
 
     def _announce(self, piece: Piece) -> None:
@@ -180,7 +181,7 @@ class RequestTap:
 
     def _await_free_slab(self) -> None:
         if not self._freed.poll(int(1000 * POLL_SECONDS)) and os.getppid() != self._host:
-            raise ProducerGone("the producer has ended")
+            raise HostGone("the host of this engine has ended")
 
     def _tell(self, message: messages.Told) -> None:
         self._told.send(messages.encode(message))
