@@ -1,0 +1,93 @@
+"""What the plugin reads off a batch, and the arguments that cannot go with a capture."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from draftfeed_producer.engines import SGLangConfig
+from draftfeed_producer.engines.sglang import plugin
+from draftfeed_producer.engines.sglang.messages import VARIABLE
+
+
+def batch(rids: list[str], *, extend: bool, **fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        rids=rids, forward_mode=SimpleNamespace(is_extend=lambda: extend), **fields
+    )
+
+
+def rows_of(one: SimpleNamespace) -> tuple[list[int], list[int]]:
+    handles, positions = plugin._rows_of(one)
+    assert (handles.dtype, positions.dtype) == (np.int32, np.int32)
+    return handles.tolist(), positions.tolist()
+
+
+def test_each_running_request_has_a_row_at_its_last_token():
+    lengths = torch.tensor([5, 2, 1])
+    one = batch([plugin.rid_of(3), "a-health-check", plugin.rid_of(7)], extend=False)
+    one.seq_lens_cpu = lengths
+    assert rows_of(one) == ([3, -1, 7], [4, 1, 0])
+    assert lengths.tolist() == [5, 2, 1], "it is the engine's own"
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_chunks_of_prompts_have_rows_behind_what_is_there_already(kind: Any):
+    """Chunked prefill, a prefix from the cache, and a running request in the same pass."""
+    one = batch(
+        [plugin.rid_of(0), "not-ours", plugin.rid_of(2), plugin.rid_of(9)],
+        extend=True,
+        extend_seq_lens_cpu=kind([3, 2, 1, 0]),
+        extend_prefix_lens_cpu=kind([0, 4, 8, 1]),
+    )
+    assert rows_of(one) == ([0, 0, 0, -1, -1, 2], [0, 1, 2, 4, 5, 8])
+
+
+def test_of_a_finished_request_all_but_the_last_token_was_fed():
+    assert plugin._fed(SimpleNamespace(origin_input_ids=[1, 2, 3], output_ids=[4, 5])) == 4
+
+
+def test_without_its_variable_the_plugin_touches_nothing():
+    """SGLang loads it for whoever has installed us, also when they capture nothing."""
+    code = (
+        "import sys; from draftfeed_producer.engines.sglang import plugin; plugin.load(); "
+        "assert plugin.loaded is None; assert not any(m.startswith('sglang') for m in sys.modules)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "rows are lost under speculative decoding"),
+        ({"speculative_algorithm": None}, "rows are lost under speculative decoding"),
+        ({"speculative_num_steps": 3}, "rows are lost under speculative decoding"),
+        ({"enable_hierarchical_cache": True}, "moved to the host"),
+        ({"hicache_ratio": 2.0}, "moved to the host"),
+        ({"pp_size": 2}, "capture needs every layer in one engine; it must be 1"),
+        ({"nnodes": 2}, "it must be 1"),
+        ({"dp_size": 2}, "start one producer for each replica"),
+        ({"model_path": "x"}, r"it follows from \[target\] path"),
+        ({"tp_size": 2}, r"it follows from \[engine\] tp_size"),
+        ({"dtype": "float16"}, r"it follows from \[engine\] dtype"),
+        ({"disable_radix_cache": False}, r"it follows from \[capture\] prefix_cache"),
+        ({"skip_tokenizer_init": False}, "the producer tokenises"),
+    ],
+    ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
+)
+def test_arguments_that_cannot_go_with_a_capture_are_refused(args: dict[str, Any], words: str):
+    """They are taken, and rows are missing a day later."""
+    key = next(iter(args))
+    with pytest.raises(msgspec.ValidationError, match=rf"args\.{key}.*{words}"):
+        msgspec.convert({"name": "sglang", "args": args}, SGLangConfig)
+
+
+def test_other_arguments_are_the_users():
+    args = {"pp_size": 1, "enable_hierarchical_cache": False, "chunked_prefill_size": 512}
+    assert msgspec.convert({"name": "sglang", "args": args}, SGLangConfig).args == args
