@@ -25,7 +25,8 @@ class Place(NamedTuple):
     """Its id."""
 
     def __str__(self) -> str:
-        return f"{self.error:.1e} at row {self.row}, layer {self.layer}"
+        error = f"{self.error:.1e}" if self.error < 0.1 else f"{self.error:.3g}"
+        return f"{error} at row {self.row}, layer {self.layer}"
 
 
 class Compared(NamedTuple):
