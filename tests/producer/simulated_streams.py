@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftfeed_producer.tap.streams import Event
+from draftfeed_producer.tap.ring import StagingRing, make_slabs
+from draftfeed_producer.tap.streams import Event, Streams
+
+HIDDEN = 3
+"""Of the small rings."""
 
 
 class Stuck(Exception):
@@ -130,3 +134,16 @@ class SimulatedStreams:
         if self._on_copy:
             self._on_copy(host, staged)
         host.copy_(staged)
+
+
+def small_ring(
+    streams: Streams,
+    slots: int,
+    piece_rows: int,
+    slabs: int,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float16,
+) -> StagingRing:
+    piece_bytes = piece_rows * layers * HIDDEN * 2
+    memory = make_slabs(streams, slabs, piece_bytes, layers, HIDDEN, dtype)
+    return StagingRing(streams, slots, layers, HIDDEN, dtype=dtype, slabs=memory)
