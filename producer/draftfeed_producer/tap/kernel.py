@@ -207,11 +207,15 @@ def _pattern(read):
 
 @triton.jit
 def _add(pattern, other):
-    """Adds in fp32 and rounds to bf16, to nearest even."""
-    total = pattern.to(tl.float32, bitcast=True) + other.to(tl.float32, bitcast=True)
-    # Before rounding, which would carry the payload of a NaN into its sign.
-    total = tl.where(total == total, total.to(tl.uint32, bitcast=True), NAN)
-    return (total + 0x7FFF + ((total >> 16) & 1)) & 0xFFFF0000
+    return round_to_bf16(pattern.to(tl.float32, bitcast=True) + other.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def round_to_bf16(value):
+    """The fp32 pattern of the nearest bf16 value, ties to even, and one NaN for all."""
+    # Rounding would carry a GPU's NaN, 0x7FFFFFFF, over into minus zero.
+    pattern = tl.where(value == value, value.to(tl.uint32, bitcast=True), NAN)
+    return (pattern + 0x7FFF + ((pattern >> 16) & 1)) & 0xFFFF0000
 
 
 @triton.jit
