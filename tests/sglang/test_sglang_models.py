@@ -1,0 +1,38 @@
+"""The hybrid Qwen3.5 and SmolLM2 in SGLang."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine_suite import (  # noqa: F401 - the tests are run here
+    test_counters_are_the_sums_over_a_samples_own_rows,
+    test_every_sample_has_one_id_more_than_rows,
+    test_layer_ids_shifted_by_one_do_not_pass_for_equal,
+    test_prefill_of_a_response_makes_the_sample_that_live_capture_made,
+    test_rows_captured_in_prefill_mode_equal_one_full_forward_pass,
+    test_rows_captured_while_generating_equal_one_full_forward_pass,
+    test_rows_shifted_by_one_do_not_pass_for_equal,
+)
+from sglang_engines import Case, Running, started
+from sglang_suite import *  # noqa: F403 - the tests are run here
+
+pytestmark = pytest.mark.timeout(300)
+
+HYBRID = (0, 3, 6)
+CASES = {
+    "qwen35-plain": Case("tiny_qwen35", HYBRID),
+    "qwen35-chunks-no_overlap": Case(
+        "tiny_qwen35", HYBRID, {"chunked_prefill_size": 8, "disable_overlap_schedule": True}
+    ),
+    "qwen35-chunks-retractions": Case(
+        "tiny_qwen35", HYBRID, {"chunked_prefill_size": 16}, retract=True
+    ),
+    "smollm2": Case("smollm2_dir", (1, 8, 14, 20, 27)),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    case = CASES[request.param]
+    with started(case, request.getfixturevalue(case.model)) as running:
+        yield running
