@@ -3,6 +3,9 @@
 One line per forward pass: rows, and a digest of their bits.
 """
 
+# SGLang is not installed where this is checked.
+# pyright: reportMissingImports=false
+
 import hashlib
 import os
 from pathlib import Path

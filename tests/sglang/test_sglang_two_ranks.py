@@ -1,5 +1,6 @@
 """Tensor parallelism: two schedulers have the same states, one of them gives them out."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +44,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rank-digests\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nranks = rank_digests:load\n")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(plugin))
+        patch.setenv("PYTHONPATH", str(plugin), prepend=os.pathsep)
         patch.setenv(rank_digests.DIRECTORY, str(there))
         yield there
 

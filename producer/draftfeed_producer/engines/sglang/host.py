@@ -7,7 +7,11 @@ standard input is at its end when the producer is. A crash of SGLang's takes its
 tree along; that is why it has one of its own.
 """
 
+# SGLang is not installed where this is checked.
+# pyright: reportMissingImports=false
+
 import asyncio
+import importlib
 import os
 import signal
 import sys
@@ -96,8 +100,8 @@ class _Host:
 
 
 def _start_engine(start: Start) -> tuple[Any, str]:
-    import sglang
-
+    # Not here, but where `[engine] python` is.
+    sglang: Any = importlib.import_module("sglang")
     version = str(sglang.__version__)
     if version not in start.known_versions:
         known = ", ".join(start.known_versions)

@@ -10,6 +10,9 @@ It hooks two functions of SGLang 0.5.23 and patches none:
 Without the environment variable of `messages.VARIABLE` it does nothing at all.
 """
 
+# SGLang is not installed where this is checked.
+# pyright: reportMissingImports=false
+
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
