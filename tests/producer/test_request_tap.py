@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -135,16 +136,27 @@ def test_rows_come_once_in_order_however_long_the_passes(
     lengths: list[int], every: int, overlap: bool, slots: bool
 ):
     """Passes longer than all slabs together, rows that nobody wants, two passes on their way."""
-    producer = Producer(by_slot=slots)
-    tap = RequestTap(producer.settings, torch.device("cpu"), LONGEST)
-    thread = threading.Thread(target=producer.serve, args=[1])
-    thread.start()
-    want: list[tuple[int, ...]] = []
+    with closing(Producer(by_slot=slots)) as producer:
+        tap = RequestTap(producer.settings, torch.device("cpu"), LONGEST)
+        thread = threading.Thread(target=producer.serve, args=[1])
+        thread.start()
+        want = list(hand_over(tap, lengths, every, overlap, slots))
+        tap.finished(1, np.array([4, 2]) if slots else None)
+        thread.join(20)
+        assert not thread.is_alive()
+        assert producer.rows == want
+        assert producer.order == [(1, [4, 2] if slots else [])]
+
+
+def hand_over(
+    tap: RequestTap, lengths: list[int], every: int, overlap: bool, slots: bool
+) -> Iterator[tuple[int, ...]]:
+    """Passes of these lengths; the rows that they must bring."""
     first, pending = 0, None
     for n in lengths:
         taken = copy(tap, take(tap, n, first, every, slots))
-        numbers = range(first, first + n, every)
-        want += [(5, i, i + 100, i + 200 if slots else -1, i, 0) for i in numbers]
+        for i in range(first, first + n, every):
+            yield 5, i, i + 100, i + 200 if slots else -1, i, 0
         if pending is not None:
             tap.hand_over(pending)
         pending, first = taken, (first + n) % 128
@@ -153,12 +165,6 @@ def test_rows_come_once_in_order_however_long_the_passes(
             pending = None
     if pending is not None:
         tap.hand_over(pending)
-    tap.finished(1, np.array([4, 2]) if slots else None)
-    thread.join(20)
-    assert not thread.is_alive()
-    assert producer.rows == want
-    assert producer.order == [(1, [4, 2] if slots else [])]
-    producer.close()
 
 
 def test_values_too_large_are_counted_with_their_row(producer: Producer):
