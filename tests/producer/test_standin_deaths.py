@@ -290,12 +290,12 @@ def test_close_ends_an_engine_that_is_busy(standin: Standin):
     assert group(pid) == set()
 
 
-def test_a_killed_producer_leaves_no_engine_behind(standin: Standin):
+def test_a_killed_producer_leaves_no_engine_behind(standin: Standin, tmp_path: Path):
     """It holds the GPU, and the next producer cannot start."""
     command = [sys.executable, str(HERE / "standin_child.py"), standin.python()]
     child = subprocess.Popen(
         [*command, str(standin.target_path)],
-        env=standin.environment,
+        env={**standin.environment, "TMPDIR": str(tmp_path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
