@@ -290,18 +290,19 @@ def test_close_ends_an_engine_that_is_busy(standin: Standin):
     assert group(pid) == set()
 
 
-def test_a_killed_producer_leaves_no_engine_behind(standin: Standin, tmp_path: Path):
+def test_a_killed_producer_leaves_no_engine_behind(standin: Standin):
     """It holds the GPU, and the next producer cannot start."""
     command = [sys.executable, str(HERE / "standin_child.py"), standin.python()]
-    child = subprocess.Popen(
-        [*command, str(standin.target_path)],
-        env={**standin.environment, "TMPDIR": str(tmp_path)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout is not None
-    pid = int(child.stdout.readline())
-    assert len(group(pid)) == 3
-    child.kill()
-    child.communicate()
-    eventually(lambda: not group(pid), "the engine and what it started are gone", 20)
+    with tempfile.TemporaryDirectory() as directory:
+        child = subprocess.Popen(
+            [*command, str(standin.target_path)],
+            env={**standin.environment, "TMPDIR": directory},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert child.stdout is not None
+        pid = int(child.stdout.readline())
+        assert len(group(pid)) == 3
+        child.kill()
+        child.communicate()
+        eventually(lambda: not group(pid), "the engine and what it started are gone", 20)
