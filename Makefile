@@ -69,7 +69,7 @@ test: venv
 	@$(PY) -m pytest -q $(ARGS)
 
 test-sglang: venv sglang
-	@$(PY) -m pytest -q tests/sglang $(ARGS)
+	@$(PY) -m pytest -q tests/sglang_engine $(ARGS)
 
 # As root, about two hours for a thousand: make chaos N=300 SEED=7 breaks that many things.
 .PHONY: chaos

@@ -8,7 +8,7 @@ import pytest
 # Tests of one module that others import, each for its own engine.
 pytest.register_assert_rewrite("engine_suite", "sglang_suite")
 
-SGLANG_TESTS = Path(__file__).parent / "sglang"
+SGLANG_TESTS = Path(__file__).parent / "sglang_engine"
 SGLANG_MISSING = not Path(__file__).parents[1].joinpath(".venv-sglang/bin/python").exists()
 
 
@@ -19,7 +19,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if SGLANG_MISSING:
-        terminalreporter.line("tests/sglang left out: no .venv-sglang, `make sglang` builds it")
+        missing = "no .venv-sglang, `make sglang` builds it"
+        terminalreporter.line(f"tests/sglang_engine left out: {missing}")
     _print_measured(terminalreporter)
 
 

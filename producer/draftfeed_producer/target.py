@@ -103,7 +103,7 @@ def end_tokens(target: Target) -> tuple[int, ...]:
     own = json.loads(file.read_bytes()).get("eos_token_id") if file.is_file() else None
     if own is None:
         own = target.text_config.eos_token_id
-    ends = {own} if isinstance(own, int) else set(own or ())
+    ends: set[int] = {own} if isinstance(own, int) else set(own or ())
     if target.tokenizer.eos_token_id is not None:
         ends.add(int(target.tokenizer.eos_token_id))
     return tuple(sorted(ends))

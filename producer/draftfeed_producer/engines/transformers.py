@@ -25,7 +25,7 @@ from draftfeed_producer.engines.sampling import SeededSampler
 from draftfeed_producer.errors import CaptureError, ModelError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.tap.ring import for_device, make_ring
-from draftfeed_producer.target import Target
+from draftfeed_producer.target import Target, end_tokens
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,8 @@ class TransformersEngine:
         tapped = [blocks[k] for k in self.descriptor.layer_ids]
         ring = make_ring(*for_device(self._model.device), len(tapped), self.descriptor.hidden_size)
         self._tap = BlockTap(tapped, ring)
-        self._end_tokens = _end_tokens(self._model, target, config)
+        ends = {*end_tokens(target), *config.sampling.stop_token_ids}
+        self._end_tokens = torch.tensor(sorted(ends), dtype=torch.int64)
         self._model.generation_config = _generation_config(config, target, self._end_tokens)
         self._stopped = threading.Event()
 
@@ -253,16 +254,6 @@ def _load_model(config: TransformersConfig, path: Path) -> Any:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(path, f"its weights cannot be loaded: {lines[0]}") from None
     return model.eval().requires_grad_(False)
-
-
-def _end_tokens(model: Any, target: Target, config: TransformersConfig) -> Tensor:
-    """int64, on the host: what the model, its tokenizer and the configuration stop at."""
-    own = model.generation_config.eos_token_id
-    ends = set(config.sampling.stop_token_ids)
-    ends.update([own] if isinstance(own, int) else own or ())
-    if target.tokenizer.eos_token_id is not None:
-        ends.add(target.tokenizer.eos_token_id)
-    return torch.tensor(sorted(ends), dtype=torch.int64)
 
 
 def _generation_config(

@@ -13,9 +13,11 @@ tree along; that is why it has one of its own.
 import asyncio
 import importlib
 import os
+import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,7 +38,8 @@ from draftfeed_producer.engines.sglang.messages import (
 
 def main(commands_address: str, told_address: str) -> None:
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
-    threading.Thread(target=_end_with_producer, daemon=True).start()
+    directory = Path(commands_address.removeprefix("ipc://")).parent
+    threading.Thread(target=_end_with_producer, args=(directory,), daemon=True).start()
     context: zmq.Context[Any] = zmq.Context()
     commands, told = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     commands.connect(commands_address)
@@ -54,13 +57,15 @@ def main(commands_address: str, told_address: str) -> None:
     engine.shutdown()
 
 
-def _end_with_producer() -> None:
-    """The producer was killed: so is all that it started, however busy.
+def _end_with_producer(directory: Path) -> None:
+    """The producer was killed: so is all that it started, however busy. `directory` holds the
+    sockets, which it would have removed.
 
     Not through `sys.stdin`: its lock would be held when the interpreter ends, and abort it.
     """
     while os.read(0, 1):
         pass
+    shutil.rmtree(directory, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
