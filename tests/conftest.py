@@ -9,7 +9,7 @@ import pytest
 pytest.register_assert_rewrite("engine_suite", "sglang_suite")
 
 SGLANG_TESTS = Path(__file__).parent / "sglang_engine"
-SGLANG_MISSING = not Path(__file__).parents[1].joinpath(".venv-sglang/bin/python").exists()
+SGLANG_MISSING = not Path(__file__).parents[1].joinpath(".venv-sglang/.installed").exists()
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -37,7 +37,7 @@ def test_a_second_call_makes_nothing(prepared: Path):
 
 
 def test_what_a_killed_process_left_is_not_taken_for_the_model(tmp_path: Path, monkeypatch):
-    """Symptom 13: reader sees a half-written model."""
+    """A reader sees a half-written model."""
     half = tmp_path / ".smollm2-135m-instruct-abc"
     half.mkdir()
     (half / "config.json").write_text("{")

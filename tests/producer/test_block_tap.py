@@ -119,7 +119,7 @@ def streams(request: pytest.FixtureRequest) -> Iterator[Streams]:
 
 @pytest.mark.parametrize("piece_rows", [1, 3, 64])
 def test_rows_of_a_batch_many_times_the_ring_equal_the_reference(streams: Streams, piece_rows: int):
-    """Symptom 1: fewer rows than tokens, silently; here because a ring went round."""
+    """Fewer rows than tokens, silently; here because a ring went round."""
     tap, blocks = make_tap(streams, piece_rows)
     for lengths in [[40, 3, 17], [5, 6], [90, 1, 2, 55]]:
         batch = run(tap, blocks, lengths)

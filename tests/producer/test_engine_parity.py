@@ -208,7 +208,7 @@ def drop_hooks(engine: TransformersEngine, block: int) -> None:
 
 @pytest.mark.parametrize("block", [1, 3])
 def test_a_sample_with_a_missing_row_is_made_again_and_not_emitted(tiny_qwen3: Path, block: int):
-    """Symptom 1: fewer rows than tokens, silently."""
+    """Fewer rows than tokens, silently."""
     engine = make_engine(tiny_qwen3, (1, 3))
     count_forwards(engine, lambda i: drop_hooks(engine, block) if i == 4 else None)
     again = list(engine.run(iter(make_prompts([4, 6]))))

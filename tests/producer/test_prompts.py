@@ -178,7 +178,7 @@ def test_tool_calls_and_text_parts_pass(opened):
 
 @pytest.mark.parametrize(("thinking", "end"), [(None, "\n"), (True, "\n"), (False, "</think>")])
 def test_thinking_is_the_templates_default_unless_configured(opened, tokenizer, thinking, end):
-    """Symptom 21: thinking templates drop or invent `<think>` in the mask."""
+    """Thinking templates drop or invent `<think>` in the mask."""
     (prompt,) = opened(chat("x"), thinking=thinking).prompts()
     assert tokenizer.decode(prompt.input_ids).endswith(end)
 

@@ -126,7 +126,7 @@ def long_sample() -> Sample:
 
 
 def test_a_long_sample_is_made_a_few_rows_at_a_time():
-    """Symptom 24: a sample of 32K tokens takes 1.6 GB."""
+    """A sample of 32K tokens takes 1.6 GB."""
     states = long_sample().hidden_states
     assert isinstance(states, SyntheticStates)
     whole = states[:]

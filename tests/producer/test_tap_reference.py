@@ -88,7 +88,7 @@ def test_fp32_is_rounded_to_bf16_nearest_even_first():
 
 
 def test_nan_and_inf_are_counted_instead_of_trained_on_unseen():
-    """Symptom 10: NaN/Inf rows trained on, or one of them aborts the whole run."""
+    """NaN/Inf rows trained on, or one of them aborts the whole run."""
     x = torch.stack((values(1.0, float("nan"), float("inf")), values(-float("inf"), 2.0, 3.0)))
     wire, counters = to_wire(x)
     assert bits(wire).tolist() == [[0x3C00, 0x7E00, 0x7C00], [0xFC00, 0x4000, 0x4200]]
@@ -96,7 +96,7 @@ def test_nan_and_inf_are_counted_instead_of_trained_on_unseen():
 
 
 def test_all_zero_rows_are_flagged():
-    """Symptom 11: all-zero rows pass every check."""
+    """All-zero rows pass every check."""
     x = torch.stack((values(0.0, -0.0, 0.0), values(0.0, 1e-30, 0.0)))
     _, counters = to_wire(x)
     assert counters[:, 3].tolist() == [1, 0]
@@ -104,7 +104,7 @@ def test_all_zero_rows_are_flagged():
 
 
 def test_values_beyond_65504_saturate_and_are_counted():
-    """Symptom 12: fp16 overflow."""
+    """fp16 overflow."""
     x = values(24960.0, 65280.0, 65536.0, -70000.0, 3e38)[None]
     wire, counters = to_wire(x)
     assert wire[0].tolist() == [24960.0, 65280.0, 65504.0, -65504.0, 65504.0]

@@ -181,7 +181,6 @@ def test_bad_layer_ids_are_refused_with_the_valid_range(layer_ids, reason: str):
 
 
 def test_the_last_block_may_be_asked_for():
-    """Symptom 7."""
     assert check_layer_ids([0, 5], 6) == (0, 5)
 
 

@@ -224,7 +224,7 @@ def test_the_digest_does_not_depend_on_memory_layout() -> None:
 
 
 def test_digest_and_encoding_copy_no_sample() -> None:
-    """Symptom 24: a copy of a sample of 32K tokens is 1.6 GB more."""
+    """A copy of a sample of 32K tokens is 1.6 GB more."""
     original = sample(5, rows=8)
     states = np.zeros((400_000, LAYERS, HIDDEN), np.float16)
     big = msgspec.structs.replace(original, hidden_states=states)

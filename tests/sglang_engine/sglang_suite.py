@@ -63,7 +63,7 @@ def test_responses_end_with_a_stop_token_or_at_the_limit(
     greedy: list[list[int]],
     record_property: Callable[[str, object], None],
 ):
-    """Symptom 4: the last token has no row, whichever way a response ends. A request that ended
+    """The last token has no row, whichever way a response ends. A request that ended
     is in one more pass when the scheduler plans ahead, and that pass's rows are nobody's."""
     stop, expected = stop_for(greedy)
     engine = running.with_(stop_token_ids=(stop,))
@@ -141,7 +141,7 @@ def test_prompts_are_fed_as_slots_become_free(running: Running, captured: Captur
 def test_staging_memory_for_two_samples_admits_two(
     running: Running, captured: Captured, reader: Reader
 ):
-    """Symptom 24: long samples are gigabytes; what is set aside bounds how many are begun."""
+    """Long samples are gigabytes; what is set aside bounds how many are begun."""
     rows = max(LENGTHS) + NEW_TOKENS - 1
     hidden = captured.samples[0].hidden_states.shape[2]
     prompts = numbered([captured.prompts[-1]] * 5)
@@ -178,7 +178,7 @@ def test_a_response_of_one_token_and_a_prompt_of_one(running: Running, reader: R
 
 
 def test_the_log_tells_of_chunks(running: Running, captured: Captured):
-    """Symptom 3: only the last chunk's rows. Here it is proved that there were chunks."""
+    """Only the last chunk's rows. Here it is proved that there were chunks."""
     chunk = running.case.args.get("chunked_prefill_size")
     if chunk is None:
         pytest.skip("prompts are not cut in this engine")

@@ -52,7 +52,7 @@ def kill_host(session: int) -> None:
 def test_a_death_in_the_middle_costs_no_prompt_and_no_row(
     running: Running, reader: Reader, kill: Callable[[int], None]
 ):
-    """Symptoms 13 and 14: half a sample after a crash, or finished work done twice."""
+    """Half a sample after a crash, or finished work done twice."""
     engine = running.with_(max_new_tokens=LONG)
     prompts = make_prompts(LENGTHS)
     # The engine is up, so what is captured from now on is of these prompts.

@@ -64,8 +64,8 @@ def make(running: Running, prompts: list[Prompt], reader: Reader) -> tuple[list[
 def test_a_batch_of_prompts_that_begin_alike_has_all_its_rows(
     running: Running, reader: Reader, record_property: Callable[[str, object], None]
 ):
-    """Symptom 1: fewer rows than tokens, silently. Symptom 2: with more than one prompt in the
-    batch, rows that land in another request."""
+    """Fewer rows than tokens, silently; with more than one prompt in the batch, rows that land in
+    another request."""
     head = random_ids(70, 24)
     make(running, prompts_of([head]), reader)
     since = len(running.log.lines)

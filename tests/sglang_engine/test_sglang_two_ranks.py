@@ -61,7 +61,7 @@ def test_both_ranks_have_the_same_states_and_one_gives_them_out(
     ranks: Path,
     record_property: Callable[[str, object], None],
 ):
-    """Symptom 9: every rank copies and sends."""
+    """Every rank copies and sends."""
     names = processes_of(running.log.host).values()
     assert len([name for name in names if "scheduler" in name]) == 2
     engine = running.with_()

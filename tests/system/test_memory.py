@@ -126,7 +126,7 @@ def test_samples_of_32k_tokens_take_no_memory_beyond_the_configured_windows(
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Symptom 24: a sample of 32K tokens has 1.7 GB; a copy of it anywhere would show."""
+    """A sample of 32K tokens has 1.7 GB; a copy of it anywhere would show."""
     consumer = start("consumer")
     consumer.says("waiting for the producer")
     consumer.is_idle()
