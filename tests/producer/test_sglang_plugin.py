@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,10 @@ import torch
 
 from draftfeed_producer.engines import SGLangConfig
 from draftfeed_producer.engines.sglang import plugin
+from draftfeed_producer.engines.sglang.engine import SGLangEngine
 from draftfeed_producer.engines.sglang.messages import VARIABLE
+from draftfeed_producer.errors import ModelError
+from standin_engine import LAYER_IDS, make_target
 
 
 def batch(rids: list[str], *, extend: bool, **fields: Any) -> SimpleNamespace:
@@ -78,6 +82,12 @@ def test_without_its_variable_the_plugin_touches_nothing():
         ({"dtype": "float16"}, r"it follows from \[engine\] dtype"),
         ({"disable_radix_cache": False}, r"it follows from \[capture\] prefix_cache"),
         ({"skip_tokenizer_init": False}, "the producer tokenises"),
+        ({"enable_lmcache": True}, "moved to the host"),
+        ({"disaggregation_mode": "prefill"}, "fed in another engine"),
+        ({"enable_layernorm_sp": True}, "a part of each layer"),
+        ({"allow_auto_truncate": True}, "not have the prompt"),
+        ({"preferred_sampling_params": "{}"}, "how they were drawn"),
+        ({"chunked_prefill_size": -1}, "must be above 0"),
     ],
     ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
 )
@@ -91,3 +101,13 @@ def test_arguments_that_cannot_go_with_a_capture_are_refused(args: dict[str, Any
 def test_other_arguments_are_the_users():
     args = {"pp_size": 1, "enable_hierarchical_cache": False, "chunked_prefill_size": 512}
     assert msgspec.convert({"name": "sglang", "args": args}, SGLangConfig).args == args
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_checkpoint_that_would_run_in_fp16_is_refused(tmp_path: Path, dtype: str):
+    """SGLang's own "auto" runs fp32 checkpoints in fp16, and so they are rounded twice."""
+    target = make_target(tmp_path)
+    target.text_config.dtype = getattr(torch, dtype)
+    with pytest.raises(ModelError, match=f"says {dtype}: set .engine. dtype"):
+        SGLangEngine(SGLangConfig(), target, LAYER_IDS)
+    SGLangEngine(SGLangConfig(dtype="bfloat16"), target, LAYER_IDS).close()

@@ -1,5 +1,6 @@
 """Rows of requests in the making: the newest of each position, or how many are missing."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -152,6 +153,17 @@ def test_slots_that_need_more_memory_than_there_is_are_refused(monkeypatch: pyte
     rows.check_memory(memory.available_bytes() // slot_bytes // 2, LAYERS, HIDDEN)
     with pytest.raises(EngineError, match=r"\[capture\] prefix_cache needs .* GiB are available"):
         rows.check_memory(1 << 50, LAYERS, HIDDEN)
+
+
+def test_a_container_that_has_less_than_the_machine_is_what_counts(tmp_path: Path):
+    """Whoever takes more than its control group leaves is killed, whatever the machine has."""
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 500\nactive_file 100\ninactive_file 250\n")
+    assert list(memory._left(tmp_path)) == [450]
+    (tmp_path / "memory.max").write_text("max\n")
+    assert list(memory._left(tmp_path)) == []
+    assert 0 < memory.available_bytes() < 1 << 50
 
 
 def test_slabs_are_the_same_memory_for_both_and_none_is_in_another():

@@ -95,7 +95,20 @@ _OURS = {
     "skip_tokenizer_init": "nothing: the producer tokenises",
 }
 """SGLang's arguments that follow from keys of ours."""
-_IN_THE_WAY = ("speculative_", "enable_hierarchical_cache", "hicache_", "enable_hisparse")
+_LOSES_ROWS = (
+    "speculative_",
+    "enable_hierarchical_cache",
+    "hicache_",
+    "enable_hisparse",
+    "enable_lmcache",
+    "enable_flexkv",
+)
+_REFUSED = {
+    "disaggregation_mode": "prompts are fed in another engine, and their rows are there",
+    "enable_layernorm_sp": "SGLang then keeps a part of each layer only",
+    "allow_auto_truncate": "a sample would not have the prompt that it is filed under",
+    "preferred_sampling_params": "samples would not say how they were drawn; [engine.sampling]",
+}
 _ONE = ("pp_size", "dp_size", "nnodes")
 
 
@@ -120,11 +133,11 @@ class SGLangConfig(
     memory_fraction: float | None = None
     """Of each GPU's memory, for weights and KV cache; None: SGLang chooses."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """auto: what the checkpoint says."""
+    """auto: bfloat16, when the target's config says so; otherwise it must be said here."""
     ring_bytes: int = 256 << 20
     """Pinned shared memory through which rows leave the engine."""
     start_timeout_seconds: float = 1800.0
-    """From starting the engine's process to its first sample."""
+    """From starting the engine's process to the first rows that come of it."""
     args: dict[str, Any] = {}
     """More arguments of SGLang's, by their Python names; SGLang checks them."""
     sampling: SamplingConfig = SamplingConfig()
@@ -154,8 +167,15 @@ def _check_argument(key: str, value: Any) -> None:
         raise ValueError(
             f"args.{key} is {value!r}: capture needs every layer in one engine; {hint}"
         )
+    if key in _REFUSED and value not in (None, False, "null"):
+        raise ValueError(f"args.{key} cannot go with a capture: {_REFUSED[key]}")
+    if key == "chunked_prefill_size" and value is not None and value <= 0:
+        raise ValueError(
+            "args.chunked_prefill_size must be above 0: GPU memory for the rows of two passes is "
+            "set aside, and without chunks a pass is as long as the longest prompt"
+        )
     # Even none: it is set, to name a convention, and loads nothing.
-    if key.startswith(_IN_THE_WAY) and (value or key == "speculative_algorithm"):
+    if key.startswith(_LOSES_ROWS) and (value or key == "speculative_algorithm"):
         raise ValueError(
             f"args.{key}: rows are lost under speculative decoding and with a KV cache that is "
             "moved to the host; generate without capture, then capture the responses in one pass "

@@ -9,8 +9,9 @@ Who waits for whom, and why it ends:
 
 * A gather waits for nothing of ours: its slots were free before it was launched, which the
   thread had seen and the device need not check.
-* A copy waits, on the device, for its own gather alone. That one is queued already, on a stream
-  that never waits for copies, so a copy that was issued ends.
+* A copy waits, on the device, for its gather, or for what its owner chose to be behind it (in
+  SGLang, its own read-back). That is queued already, on a stream that never waits for copies, so
+  a copy that was issued ends.
 * A slot waits for its copy, a copy that is not issued waits for a slab, and a slab waits for
   the caller to release what it took. No wait leads back, so who releases what it takes gets on.
 * The thread waits in `wait` and `close` only, and only for what is queued on a stream; with

@@ -33,7 +33,7 @@ class Streams(Protocol):
         ...
 
     def written(self) -> Event:
-        """A mark on the stream that the caller computes on."""
+        """A mark on the caller's current stream: the one it computes on, or one behind that."""
         ...
 
     def copy(self, host: Tensor, staged: Tensor, after: Event) -> None:

@@ -330,8 +330,10 @@ def _check(config: SGLangConfig, target: Target, layer_ids: Sequence[int]) -> No
         reason = "SGLang does not give out the last block's output"
         raise LayerIdError(layer_ids, target.num_layers - 1, reason)
     dtype = str(target.text_config.dtype).removeprefix("torch.")
-    if config.dtype == "auto" and dtype == "float16":
-        raise ModelError(target.path, 'its weights are fp16: set [engine] dtype = "bfloat16"')
+    if config.dtype == "auto" and dtype != "bfloat16":
+        # SGLang's own "auto" runs fp32 checkpoints in fp16, and those that do not say.
+        reason = f'its config says {dtype}: set [engine] dtype = "bfloat16" (or "float32")'
+        raise ModelError(target.path, reason)
 
 
 def _slab_shape(ring_bytes: int, layers: int, hidden: int) -> SlabShape:

@@ -90,6 +90,7 @@ def _before_release(processor: Any, request: Any) -> None:
 
 class _Capture:
     def __init__(self, settings: Settings, runner: Any) -> None:
+        _check_read_back()
         self._by_slot = settings.by_slot
         self._requests_to_slots = runner.req_to_token_pool.req_to_token
         self.tap = RequestTap(settings, torch.device(runner.device), _longest_pass(runner))
@@ -170,6 +171,18 @@ def _rows_of(batch: Any) -> tuple[np.ndarray, np.ndarray]:
         np.cumsum(lengths, dtype=np.int32) - lengths, lengths
     )
     return np.repeat(handles, lengths), np.repeat(starts, lengths) + within
+
+
+def _check_read_back() -> None:
+    """The tap is one thread's, and SGLang reads results back in another under confidential
+    computing. Raises RuntimeError."""
+    from sglang.srt.runtime_context import get_schedule
+    from sglang.srt.utils.common import is_confidential_compute
+
+    if is_confidential_compute() and not get_schedule().disable_overlap_schedule:
+        raise RuntimeError(
+            "Error: under confidential computing set args.disable_overlap_schedule = true"
+        )
 
 
 def _longest_pass(runner: Any) -> int:

@@ -11,6 +11,7 @@ from draftfeed_producer.engines.sglang.memory import available_bytes
 from draftfeed_producer.errors import EngineError
 
 COUNTERS = 4
+"""As in `tap.reference`, which imports torch; the producer of SGLang needs none."""
 _PAGE = mmap.PAGESIZE
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from draftfeed_producer.engines.sglang import messages
 from draftfeed_producer.engines.sglang.messages import Copied, Finished, Settings
 from draftfeed_producer.engines.sglang.slabs import SharedSlabs, SlabShape
+from draftfeed_producer.errors import TapLayoutError
 from draftfeed_producer.tap.gather import gather_packed
 from draftfeed_producer.tap.ring import Piece, Reservation, Slab, StagingRing
 from draftfeed_producer.tap.streams import CudaStreams, Event, HostStreams, Streams
@@ -93,7 +94,7 @@ class RequestTap:
         wanted    int64 [m], indices of rows of ours, rising
         tokens    int64 [T], on the device
         kv_slots  int64 [T], on the device
-        Raises HostGone; RingTooSmall when a pass is longer than the engine said.
+        Raises HostGone; RingTooSmall when a pass is longer than the engine said; TapLayoutError.
         """
         reservation = self._reserve(len(wanted))
         everything = len(wanted) == len(packed)
@@ -104,6 +105,8 @@ class RequestTap:
             at = self._to_device(torch.from_numpy(wanted))
             tokens = tokens[at]
             kv_slots = None if kv_slots is None else kv_slots[at]
+        if packed.dtype not in (torch.bfloat16, torch.float32):
+            raise TapLayoutError("packed", str(packed.dtype), "torch.bfloat16 or torch.float32")
         # Rounded as the wire would, where the target computes in fp32; else nothing happens.
         packed = packed.to(torch.bfloat16)
         gather_packed(packed, self._to_device(row_map), self._ring.rows, self._ring.counters)
