@@ -122,6 +122,11 @@ class Delivery:
         self._out.regenerating -= {id for id in self._out.regenerating if id in ids}
         return self._out.endings()
 
+    def quarantine(self, id: SampleId, reason: str) -> list[Action]:
+        """The engine cannot make it. A member may hold one that was lost here, and train it."""
+        made = id in self.stock or id in self.fencing.leased or not self._unfinished(id)
+        return [] if made else self._end(id, "quarantined", reason)
+
     def settled(self, ids: IdSet) -> list[Action]:
         """These were in a spool that is gone, no checkpoint has them: they are made again."""
         self.regenerated.update(ids)
@@ -386,8 +391,10 @@ class Delivery:
         return received
 
     def _tombstone(self, id: SampleId, state: str, reason: str) -> list[Action]:
-        if id not in self.stock and id not in self.fencing.leased:
-            return []
+        there = id in self.stock or id in self.fencing.leased
+        return self._end(id, state, reason) if there else []
+
+    def _end(self, id: SampleId, state: str, reason: str) -> list[Action]:
         self.tombstones[id] = state
         self._out.forget({id})
         return [StoreTombstone(id, state, reason), *self._out.offers()]

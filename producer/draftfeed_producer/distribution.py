@@ -169,5 +169,6 @@ class Distribution:
     def forget(self, ids: set[SampleId]) -> None:
         """These are terminal, or to be made again."""
         self.stock.remove(ids)
+        self.regenerating -= ids
         for member in self.fencing.members.values():
             member.drop(ids)

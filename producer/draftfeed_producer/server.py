@@ -112,6 +112,10 @@ class Server:
         """Lines that turned out to be no prompts."""
         self._tell(lambda: self._delivery.skip(ids))
 
+    def quarantine(self, id: SampleId, reason: str) -> None:
+        """A prompt that the engine cannot make."""
+        self._tell(lambda: self._delivery.quarantine(id, reason))
+
     def settled(self, ids: IdSet) -> None:
         """Samples of a lost spool that are generated again."""
         self._tell(lambda: self._delivery.settled(ids))

@@ -2,8 +2,20 @@
 
 import pytest
 
-from delivery_members import ALICE, BOB, Member, id_of, ids, names, offered, producer, said
+from delivery_members import (
+    ALICE,
+    BOB,
+    Member,
+    header,
+    id_of,
+    ids,
+    names,
+    offered,
+    producer,
+    said,
+)
 from draftfeed_producer.delivery import Delivery
+from draftfeed_producer.session import StoreTombstone
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet
 
@@ -109,6 +121,59 @@ def test_last_damaged_sample_does_not_leave_the_member_waiting() -> None:
         actions = names(member.say(m.Nack, id=id_of(0), reason="x"))
         delivery.verified(id_of(0), True)
     assert actions == ["StoreTombstone", "EndOfSamples", "AllTerminal"]
+
+
+def test_a_prompt_that_cannot_be_made_does_not_hold_up_the_end() -> None:
+    """The list is done, one prompt of it never becomes a sample, and everybody waits for it."""
+    delivery = producer(1, prompts=2)
+    (member,) = group(delivery, 1)
+    stored = StoreTombstone(id_of(1), "quarantined", "too long")
+    assert delivery.quarantine(id_of(1), "too long") == [stored]
+    assert delivery.quarantine(id_of(1), "too long") == []
+    assert places(account(delivery)) == {"deliverable": [0], "quarantined": [1]}
+    delivery.finish()
+    member.take(0)
+    assert "AllTerminal" in names(member.commit(1, 0))
+    assert places(account(delivery)) == {"committed": [0], "quarantined": [1]}
+    assert delivery.stored(header(1)) == []
+    assert delivery.all_terminal
+
+
+def test_a_sample_that_cannot_be_made_again_ends_the_wait_for_it() -> None:
+    """It was damaged on disk, and the engine dies with its prompt now."""
+    delivery = producer(1)
+    (member,) = group(delivery, 1)
+    delivery.finish()
+    member.take(0)
+    member.say(m.Nack, id=id_of(0), reason="x")
+    delivery.verified(id_of(0), False)
+    assert not delivery.all_terminal
+    actions = delivery.quarantine(id_of(0), "dies")
+    assert names(actions) == ["StoreTombstone", "EndOfSamples", "AllTerminal"]
+    assert delivery.all_terminal
+
+
+def test_what_a_member_rejects_while_it_is_made_again_is_not_waited_for() -> None:
+    """A rollback has it made again, and a rank had it all the time: nobody makes it any more."""
+    delivery = producer(0, prompts=1, committed=ids(0), commit_term=1, commit_number=1)
+    member = Member(delivery, term=2)
+    opening = {"rollback": "regenerate", "ledger_term": 1, "ledger_number": 0}
+    member.attach(held=[id_of(0)], **opening)
+    delivery.finish()
+    assert not delivery.all_terminal
+    assert "AllTerminal" in names(member.say(m.Reject, id=id_of(0), reason="policy"))
+
+
+def test_samples_that_are_there_cannot_be_given_up() -> None:
+    """Stored, held by a member, in a checkpoint, or none of our prompts."""
+    delivery = producer(3)
+    (member,) = group(delivery, 1)
+    member.take(0, 1)
+    member.commit(1, 0)
+    for ordinal in (0, 1, 2, 3):
+        assert delivery.quarantine(id_of(ordinal), "too long") == []
+    assert delivery.tombstones == {}
+    assert places(account(delivery)) == {"committed": [0], "leased": [1], "deliverable": [2]}
 
 
 def test_a_rank_that_leaves_with_samples_does_not_end_them() -> None:
