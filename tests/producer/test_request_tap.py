@@ -205,11 +205,15 @@ def test_rows_that_nobody_asked_to_be_copied_are_not_waited_for(producer: Produc
 def test_the_scheduler_waits_while_all_slabs_are_lent_and_no_longer(producer: Producer):
     tap = RequestTap(producer.settings, torch.device("cpu"), LONGEST)
     taken = copy(tap, take(tap, SLABS * SLAB_ROWS + 1))
+    while len(tap._lent) < SLABS:
+        tap._progress()
+    lent = [producer.hear() for _ in range(SLABS)]
+    # One that writes over slabs that are lent would now.
+    tap._progress()
+    assert len(tap._lent) == SLABS
+    assert not taken.announced
     thread = threading.Thread(target=tap.hand_over, args=[taken])
     thread.start()
-    lent = [producer.hear() for _ in range(SLABS)]
-    assert not producer.told.poll(100)
-    assert thread.is_alive()
     for copied in lent:
         producer.read(copied)
     producer.give_back(lent[1])
