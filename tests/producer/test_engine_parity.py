@@ -24,6 +24,7 @@ from engine_suite import (  # noqa: F401 - the tests are run here
     errors,
     full_forward,
     given,
+    lost_channels,
     make_prompts,
     test_counters_are_the_sums_over_a_samples_own_rows,
     test_every_sample_has_one_id_more_than_rows,
@@ -86,7 +87,8 @@ def captured(case: tuple[Path, tuple[int, ...], str]) -> Captured:
     engine.close()
     forward = full_forward(path, dtype)
     references = [forward(sample.input_ids[:-1]) for sample in samples]
-    return Captured(layer_ids, TOLERANCE[dtype], NEW_TOKENS, prompts, samples, references)
+    lost = lost_channels(path)
+    return Captured(layer_ids, TOLERANCE[dtype], NEW_TOKENS, prompts, samples, references, lost)
 
 
 @pytest.fixture(scope="module")

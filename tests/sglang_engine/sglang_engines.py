@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -136,6 +137,25 @@ class Running:
         engine._engine = self.engine._engine
         return engine
 
+    def logged(self, pattern: str, since: int = 0) -> list[int]:
+        """Numbers in the engine's log, of every pass so far."""
+        self.whole_log()
+        return self.log.numbers(pattern, since)
+
+    def whole_log(self) -> int:
+        """Returns the log's length when it has the line of every pass so far.
+
+        The scheduler prints a pass's line after it has sent its responses: so one more prompt goes
+        through, of one token that is in no other, whose own line may come later. And a mark goes
+        through the pipe behind all that was printed.
+        """
+        (last,) = prompts_of([np.array([1])])
+        assert len(list(self.with_(max_new_tokens=1).run(iter([last])))) == 1
+        mark = f"-- {uuid.uuid4()} --"
+        Path(f"/proc/{self.log.host}/fd/1").write_text(mark + "\n")
+        eventually(lambda: any(mark in line for line in self.log.lines), "the log is read")
+        return len(self.log.lines)
+
 
 def make_engine(
     case: Case,
@@ -256,9 +276,3 @@ class Reader:
                 assert error.max() <= TOLERANCE, (sample.id, k, error.max(), error.argmax())
                 worst = max(worst, float(error.max()))
         return worst
-
-
-def logged(log: Log, pattern: str, since: int = 0) -> list[int]:
-    """Numbers in the engine's log, which is read a little later than its samples are."""
-    eventually(lambda: bool(log.numbers(pattern, since)), pattern, seconds=10)
-    return log.numbers(pattern, since)

@@ -20,7 +20,6 @@ from sglang_engines import (
     Running,
     fed,
     in_order,
-    logged,
     prompts_of,
     started,
     words,
@@ -68,11 +67,11 @@ def test_a_batch_of_prompts_that_begin_alike_has_all_its_rows(
     another request."""
     head = random_ids(70, 24)
     make(running, prompts_of([head]), reader)
-    since = len(running.log.lines)
+    since = running.whole_log()
     tails = [random_ids(71 + i, length) for i, length in enumerate((3, 17, 1, 9))]
     prompts = prompts_of(np.concatenate([head, tail]) for tail in tails)
     _, saved = make(running, prompts, reader)
-    cached = logged(running.log, r"#cached-token: (\d+)", since)
+    cached = running.logged(r"#cached-token: (\d+)", since)
     record_property("rows not computed again", f"{saved}, cached tokens: {cached}")
     assert sum(cached) >= 4 * len(head)
     if not running.case.retract:
@@ -99,10 +98,10 @@ def test_a_prompt_that_goes_on_from_a_response_has_that_responses_rows(
     """Rows of generated tokens, found again as part of the next prompt; the last token of the
     response had none and must get one."""
     first, _ = make(running, prompts_of([random_ids(80, 12), random_ids(81, 20)]), reader)
-    since = len(running.log.lines)
+    since = running.whole_log()
     again = (np.concatenate([sample.input_ids, random_ids(82, 5)]) for sample in first)
     make(running, prompts_of(again), reader)
-    cached = logged(running.log, r"#cached-token: (\d+)", since)
+    cached = running.logged(r"#cached-token: (\d+)", since)
     record_property("cached tokens", str(cached))
     assert sum(cached) >= fed(first)
 
