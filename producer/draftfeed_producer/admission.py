@@ -37,7 +37,7 @@ class Admission:
         """None: there are none, or they are the fresh ones by now."""
         self._again: deque[SampleId] = deque()
         self._begun = IdSet()
-        """Given out and not stored yet."""
+        """Given out, and neither stored nor given up yet."""
         self._alarm = ""
         self.full_seconds = 0.0
         """Time in which the spool had no room."""
@@ -54,6 +54,7 @@ class Admission:
                 yield prompt
 
     def stored(self, id: SampleId) -> None:
+        """Or given up."""
         self._begun.discard(id)
 
     @property

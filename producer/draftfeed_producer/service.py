@@ -21,6 +21,7 @@ from draftfeed_producer.spool import Spool, SpoolStatistics
 from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.target import Target, load_target
 from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import MAX_SAMPLE_BYTES
 from draftfeed_proto.sample import LayerCounters, Sample, decoded_bytes, longest_rows
 
@@ -171,7 +172,8 @@ class ProducerService:
         return server.all_terminal.is_set() or self._stopped.is_set()
 
     def _generate(self, engine: Engine, admission: Admission, spool: Spool, server: Server) -> None:
-        for sample in engine.run(admission.prompts_now()):
+        give_up = partial(self._give_up, admission, server)
+        for sample in engine.run(admission.prompts_now(), give_up):
             self._check(server)
             self._count(sample)
             if self._observe is not None:
@@ -187,6 +189,12 @@ class ProducerService:
             self._stopped.wait(pause_seconds)
             return False
         return True
+
+    def _give_up(self, admission: Admission, server: Server, id: SampleId, reason: str) -> None:
+        """A prompt that cannot be made ends here, and holds nobody up."""
+        logger.error("sample %s is given up: %s", id, reason)
+        server.quarantine(id, reason)
+        admission.stored(id)
 
     def _await_farewell(self, server: Server) -> None:
         """The member leaves when it has heard that all is terminal. Closing before that could

@@ -47,7 +47,9 @@ def main(commands_address: str, told_address: str) -> None:
     scheduler = connections.Client(os.environ[ZYGOTE], "AF_UNIX")
     mortal = knobs.die_at_pass and life <= knobs.deaths
     scheduler.send((os.environ[messages.VARIABLE], start.args, bool(mortal)))
-    told.send(messages.encode(Started(version="0.0", kv_tokens=knobs.kv_tokens)))
+    most = knobs.most_input_tokens or knobs.kv_tokens - 7
+    started = Started(version="0.0", kv_tokens=knobs.kv_tokens, most_input_tokens=most)
+    told.send(messages.encode(started))
     _serve(knobs, commands, told, scheduler)
     for child in children:
         child.kill()

@@ -28,6 +28,8 @@ TOO_LONG = 1011
 """One token more than was allowed."""
 GARBAGE, WRONG_SLAB, WRONG_POSITIONS = 1012, 1013, 1014
 """Words that make no sense."""
+KILLER = 1015
+"""The scheduler dies with it."""
 ONCE = {SKIP_ONCE, FOREIGN_ONCE, ABORT_ONCE, ABORT_LATE, FINISHED_FIRST}
 
 
@@ -39,6 +41,12 @@ class Knobs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     longest: int | None = None
     """Rows of the longest pass, as the ring is told; None: what it will be."""
     kv_tokens: int = 4096
+    most_input_tokens: int = 0
+    """That it admits to; 0: those that the cache holds."""
+    refuses_tokens: int = 0
+    """Inputs of so many and more are aborted; 0: none."""
+    kill_at: int = 1
+    """Token of its answer at which a `KILLER` takes the scheduler along."""
     overlap: bool = True
     """A pass is launched before the results of the one before are looked at."""
     mixed: bool = False

@@ -29,6 +29,7 @@ from standin_model import (
     FINISHED_FIRST,
     FOREIGN_ONCE,
     GARBAGE,
+    KILLER,
     NO_ANSWER,
     NOT_FINISHED,
     ONCE,
@@ -171,6 +172,9 @@ class Scheduler:
         self._tried[tuple(prompt)] += 1
         if trick in ONCE and self._tried[tuple(prompt)] > 1:
             trick = 0
+        if 0 < self._knobs.refuses_tokens <= len(prompt):
+            self._answer(submit.handle, [], "abort", f"{len(prompt)} tokens are too many")
+            return
         if trick in (ABORT_ONCE, ABORT_ALWAYS, ABORT_LATE):
             self._answer(submit.handle, [], "abort", "so it was asked")
             self._late.append((self._passes + LATE_PASSES, submit.handle))
@@ -272,6 +276,8 @@ class Scheduler:
         if request.finished:
             return
         request.answered += 1
+        if request.trick == KILLER and request.answered == self._knobs.kill_at:
+            os._exit(1)
         token = request.response[-1]
         if token not in request.ends and request.answered < request.max_new_tokens:
             return

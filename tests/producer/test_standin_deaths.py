@@ -65,8 +65,18 @@ def test_three_deaths_without_a_sample_end_the_run(standin: Standin):
     """It is started for ever, or the reason is nowhere to be read."""
     engine = standin.engine(lives=standin.lives(), die_at_pass=5, deaths=3)
     prompts = make_prompts(LENGTHS)
-    words = "signal SIGKILL; last words: RuntimeError: the scheduler is gone; 3 times in a row"
+    words = "died 3 times .* signal SIGKILL; last words: RuntimeError: the scheduler is gone$"
     with pytest.raises(EngineError, match=words):
+        list(engine.run(iter(prompts)))
+    # Whoever mends it may run again, with a process that lives.
+    check_all(list(engine.run(iter(prompts))), prompts)
+    engine.close()
+
+
+def test_an_engine_that_does_not_come_up_again_ends_the_run(standin: Standin):
+    engine = standin.engine(lives=standin.lives(), die_at_pass=20, die_at_start=(2, 3))
+    prompts = make_prompts(LENGTHS)
+    with pytest.raises(EngineError, match="the scheduler is gone; 3 times in a row without a"):
         list(engine.run(iter(prompts)))
     # Whoever mends it may run again, with a process that lives.
     check_all(list(engine.run(iter(prompts))), prompts)

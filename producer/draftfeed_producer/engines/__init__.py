@@ -1,6 +1,6 @@
 """Engines: prompts in, samples with the target's hidden states out."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from draftfeed_producer.engines.config import (
@@ -14,6 +14,7 @@ from draftfeed_producer.errors import MissingPackageError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import TargetConfig, load_target
 from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 __all__ = [
@@ -56,13 +57,18 @@ class Engine(Protocol):
         mode those tokens are the prompt's and the response's."""
         ...
 
-    def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
+    def run(
+        self, prompts: Iterator[Prompt], give_up: Callable[[SampleId, str], None] | None = None
+    ) -> Iterator[Sample]:
         """Pulls a prompt whenever there is room for one, yields samples as they are finished.
 
-        `prompts` may block: that is back-pressure. Every prompt pulled is yielded exactly once,
-        in any order; after `stop()` the unfinished ones are dropped. One that has its response is
-        captured in one pass, whatever the mode. Raises CaptureError. May be called again when it
-        has ended.
+        `prompts` may block: that is back-pressure. Every prompt pulled is yielded or given up,
+        exactly once, in any order; after `stop()` the unfinished ones are dropped. One that has
+        its response is captured in one pass, whatever the mode. May be called again when it has
+        ended.
+
+        give_up: called, by the thread that runs it, with a prompt that cannot be made, and why.
+        Raises CaptureError, and EngineError for such a prompt when there is no `give_up`.
         """
         ...
 

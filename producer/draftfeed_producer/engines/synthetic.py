@@ -8,7 +8,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from statistics import NormalDist
 from typing import cast
@@ -131,8 +131,10 @@ class SyntheticEngine:
         """See `Engine.max_rows`."""
         return self._config.max_tokens - 1
 
-    def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
-        """See `Engine.run`."""
+    def run(
+        self, prompts: Iterator[Prompt], give_up: Callable[[SampleId, str], None] | None = None
+    ) -> Iterator[Sample]:
+        """See `Engine.run`. Gives nothing up."""
         pace = _Pace(self._config.tokens_per_second)
         for prompt in prompts:
             if self._stopped.is_set():

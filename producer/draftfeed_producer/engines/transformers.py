@@ -26,6 +26,7 @@ from draftfeed_producer.errors import CaptureError, ModelError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.tap.ring import for_device, make_ring
 from draftfeed_producer.target import Target, end_tokens
+from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,10 @@ class TransformersEngine:
         to_come = 0 if self._given else self._config.sampling.max_new_tokens
         return prompt_tokens + to_come - 1
 
-    def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
-        """See `Engine.run`. Raises CaptureError."""
+    def run(
+        self, prompts: Iterator[Prompt], give_up: Callable[[SampleId, str], None] | None = None
+    ) -> Iterator[Sample]:
+        """See `Engine.run`. Gives nothing up. Raises CaptureError."""
         if self._config.threads:
             torch.set_num_threads(self._config.threads)
         size = self._config.batch_size

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,11 @@ from draftfeed_producer.engines.config import CaptureConfig, SGLangConfig
 from draftfeed_producer.engines.seeds import sample_seed
 from draftfeed_producer.engines.sglang.messages import Finished, Response, Start
 from draftfeed_producer.engines.sglang.process import Died
+from draftfeed_producer.engines.sglang.requests import Faults, GiveUp, Lost, Peekable, Request
 from draftfeed_producer.engines.sglang.rows import Collected
 from draftfeed_producer.engines.sglang.slabs import SlabShape
 from draftfeed_producer.engines.sglang.supervisor import Supervisor
-from draftfeed_producer.errors import CaptureError, EngineError, LayerIdError, ModelError
+from draftfeed_producer.errors import CaptureError, LayerIdError, ModelError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import Target, end_tokens
 from draftfeed_proto.sample import Sample
@@ -30,26 +30,6 @@ _ROWS_SECONDS = 60.0
 """After its response, word of a request's rows is waited for; it is sent before the response."""
 _SLABS = 16
 _PREFILL: dict[str, Any] = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-
-
-@dataclass(eq=False)
-class _Request:
-    prompt: Prompt
-    fed: list[int]
-    """What is submitted: the prompt, and a given response but for its last token."""
-    most_rows: int
-    tries: int = 1
-    response: Response | None = None
-    answered_at: float = 0.0
-    finished: bool = False
-
-    @property
-    def aborted(self) -> bool:
-        return self.response is not None and self.response.finish_reason == "abort"
-
-    @property
-    def complete(self) -> bool:
-        return self.response is not None and (self.finished or self.aborted)
 
 
 class SGLangEngine:
@@ -78,9 +58,11 @@ class SGLangEngine:
             _slab_shape(config.ring_bytes, layers, hidden),
             by_slot=self._capture.prefix_cache,
             start_timeout_seconds=config.start_timeout_seconds,
+            response_tokens=self._to_come,
         )
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
         """In the engine, by handle."""
+        self._lost, self._faults = Lost(), Faults()
         self._stopped = False
 
     @property
@@ -93,21 +75,27 @@ class SGLangEngine:
 
     def max_rows(self, prompt_tokens: int) -> int:
         """See `Engine.max_rows`. The last token is sampled, or given, and never fed."""
-        if self._capture.mode == "prefill":
-            return prompt_tokens - 1
-        return prompt_tokens + self._config.sampling.max_new_tokens - 1
+        return prompt_tokens + self._to_come - 1
 
-    def run(self, prompts: Iterator[Prompt]) -> Iterator[Sample]:
+    @property
+    def _to_come(self) -> int:
+        """Tokens of the longest response that is not given."""
+        return 0 if self._capture.mode == "prefill" else self._config.sampling.max_new_tokens
+
+    def run(self, prompts: Iterator[Prompt], give_up: GiveUp | None = None) -> Iterator[Sample]:
         """See `Engine.run`. Raises CaptureError, EngineError."""
-        waiting = _Peekable(prompts)
+        waiting = Peekable(prompts)
+        self._faults = Faults(give_up)
         try:
             while not self._stopped:
                 self._admit(waiting)
                 if not self._requests:
-                    return
+                    break
                 yield from self._samples()
+            if not self._stopped:
+                self._faults.settle()
         finally:
-            self._give_up()
+            self._abandon()
 
     def stop(self) -> None:
         self._stopped = True
@@ -117,33 +105,53 @@ class SGLangEngine:
         self.stop()
         self._engine.close()
 
-    def _admit(self, waiting: "_Peekable") -> None:
+    def _admit(self, waiting: Peekable) -> None:
         """Memory for every row of a request is set aside before it is submitted."""
+        if self._on_trial:
+            return
+        for request in self._lost.take():
+            self._submit(request)
         while len(self._requests) < self._config.concurrency and not self._stopped:
             prompt = waiting.peek()
             if prompt is None:
                 return
             request = self._request(prompt)
-            if self._requests and not self._fits(request):
+            if self._on_trial or (self._requests and not self._fits(request)):
                 return
             waiting.pop()
             self._engine.start()
-            if not self._stopped:
+            if not self._stopped and self._takes(request):
                 self._submit(request)
 
-    def _request(self, prompt: Prompt) -> _Request:
+    @property
+    def _on_trial(self) -> bool:
+        """Whether a suspect is in the engine, and nobody else may be."""
+        return any(request.suspect for request in self._requests.values())
+
+    def _takes(self, request: Request) -> bool:
+        """Whether the engine takes so long an input; if not, it is given up. Raises EngineError."""
+        n, most = len(request.fed), self._engine.most_input_tokens
+        if n > most:
+            reason = (
+                f"{n} tokens are to be fed, the engine takes {most}: "
+                "raise memory_fraction, or lower max_prompt_tokens"
+            )
+            self._faults.certain(request.prompt.id, reason)
+        return n <= most
+
+    def _request(self, prompt: Prompt) -> Request:
         fed = prompt.input_ids.tolist()
         if prompt.response_ids is None:
-            return _Request(prompt, fed, self.max_rows(len(fed)))
+            return Request(prompt, fed, self.max_rows(len(fed)))
         fed += prompt.response_ids[:-1].tolist()
-        return _Request(prompt, fed, len(fed))
+        return Request(prompt, fed, len(fed))
 
-    def _fits(self, request: _Request) -> bool:
+    def _fits(self, request: Request) -> bool:
         """A sample that is larger than all there may be is made alone."""
         rows = request.most_rows + sum(other.most_rows for other in self._requests.values())
         return rows * self._row_bytes <= self._capture.staging_bytes
 
-    def _submit(self, request: _Request) -> None:
+    def _submit(self, request: Request) -> None:
         request.response, request.finished = None, False
         sampling = self._sampling_of(request.prompt)
         # A row that is missing is missing for everyone who finds its token in the prefix cache.
@@ -161,13 +169,14 @@ class SGLangEngine:
         seed = sample_seed(self._config.sampling.seed, prompt.id) >> 65
         return {**self._sampling, "sampling_seed": seed}
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """What is in the engine is made again some other time."""
         if self._requests:
             self._engine.abort_all()
         self._forget()
+        self._lost = Lost()
 
-    def _forget(self) -> list[_Request]:
+    def _forget(self) -> list[Request]:
         requests = list(self._requests.values())
         for handle in self._requests:
             self._engine.rows.drop(handle)
@@ -198,51 +207,67 @@ class SGLangEngine:
 
     def _start_again(self, reason: str) -> None:
         """Raises EngineError."""
+        on_trial = self._on_trial
         requests = self._forget()
+        if on_trial:
+            self._engine.works()  # a death that is its prompt's does not count as the engine's
         self._engine.start_again(reason)
         if self._stopped:
             return
+        for request in requests:
+            request.deaths += 1
+        if on_trial:
+            self._engine.works()
+            self._blame(requests.pop(), reason)
+            return
         logger.warning("%d prompts that were in the engine are generated again", len(requests))
         for request in requests:
-            self._submit(request)
+            self._lost.add(request)
+
+    def _blame(self, request: Request, reason: str) -> None:
+        """Raises EngineError."""
+        times = f"the engine died {request.deaths} times with it, the last time with nothing else"
+        self._faults.likely(request.prompt.id, f"{times} in it; {reason}")
 
     def _completed(self, handle: int) -> Iterator[Sample]:
         request = self._requests[handle]
         if not request.complete:
             return
-        sample = self._sample(handle, request)
-        del self._requests[handle]
-        self._engine.rows.drop(handle)
-        if sample is None:
-            self._submit(request)
-        else:
-            self._engine.works()
-            yield sample
-
-    def _sample(self, handle: int, request: _Request) -> Sample | None:
-        """None when it is made again. Raises CaptureError, EngineError."""
         response = request.response
         assert response is not None
+        sample = None if request.aborted else self._sample(handle, request, response)
+        del self._requests[handle]
+        self._engine.rows.drop(handle)
+        if sample is not None:
+            self._engine.works()
+            self._faults.settle()
+            yield sample
+        elif request.tries < TRIES:
+            self._try_again(request, response)
+        else:
+            self._faults.likely(request.prompt.id, f"SGLang aborted it: {response.error}")
+
+    def _try_again(self, request: Request, response: Response) -> None:
         if request.aborted:
-            reason = f"sample {request.prompt.id}: SGLang aborted it: {response.error}"
-            self._count_again(request, EngineError(reason))
-            return None
+            words = (request.prompt.id, response.error)
+            logger.warning("made again: sample %s: SGLang aborted it: %s", *words)
+        request.tries += 1
+        self.recaptured += 1
+        self._submit(request)
+
+    def _sample(self, handle: int, request: Request, response: Response) -> Sample | None:
+        """None when a row is missing for the first time. Raises CaptureError."""
         input_ids, loss_mask = _tokens(request.prompt, response)
         n = len(input_ids) - 1
         collected = self._engine.rows.collect(handle, input_ids[:n])
         if isinstance(collected, int):
             cause = "SGLang's scheduler handed out others, or none; see its log"
-            self._count_again(request, CaptureError(str(request.prompt.id), collected, n, cause))
+            error = CaptureError(str(request.prompt.id), collected, n, cause)
+            if request.tries == TRIES:
+                raise error
+            logger.warning("made again: %s", error)
             return None
         return self._record(request.prompt, response, input_ids, loss_mask, collected)
-
-    def _count_again(self, request: _Request, error: CaptureError | EngineError) -> None:
-        """Raises the error when this was the last try."""
-        if request.tries == TRIES:
-            raise error
-        logger.warning("made again: %s", error)
-        request.tries += 1
-        self.recaptured += 1
 
     def _record(
         self,
@@ -285,21 +310,6 @@ class SGLangEngine:
         if config.memory_fraction is not None:
             arguments["mem_fraction_static"] = config.memory_fraction
         return {**arguments, **config.args}
-
-
-class _Peekable:
-    def __init__(self, prompts: Iterator[Prompt]) -> None:
-        self._prompts = prompts
-        self._next: Prompt | None = None
-
-    def peek(self) -> Prompt | None:
-        """None at the end. May block."""
-        if self._next is None:
-            self._next = next(self._prompts, None)
-        return self._next
-
-    def pop(self) -> None:
-        self._next = None
 
 
 def _tokens(prompt: Prompt, response: Response) -> tuple[np.ndarray, np.ndarray]:

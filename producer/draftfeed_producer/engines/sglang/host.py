@@ -51,7 +51,7 @@ def main(commands_address: str, told_address: str) -> None:
         told.send(messages.encode(Failed(_one_line(error))))
         told.close(linger=5000)
         sys.exit(1)
-    told.send(messages.encode(Started(version=version, kv_tokens=_kv_tokens(engine))))
+    told.send(messages.encode(_started(engine, version)))
     asynchronous = zmq.asyncio.Socket.from_socket(commands)
     engine.loop.run_until_complete(_Host(engine, told).serve(asynchronous))
     engine.shutdown()
@@ -142,8 +142,14 @@ def _response(handle: int, out: dict[str, Any]) -> Response:
     )
 
 
-def _kv_tokens(engine: Any) -> int:
-    return int(engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
+def _started(engine: Any, version: str) -> Started:
+    info = engine._scheduler_init_result.scheduler_infos[0]
+    return Started(
+        version=version,
+        kv_tokens=int(info["max_total_num_tokens"]),
+        # SGLang refuses an input of exactly so many.
+        most_input_tokens=int(info["max_req_input_len"]) - 1,
+    )
 
 
 def _one_line(error: BaseException) -> str:

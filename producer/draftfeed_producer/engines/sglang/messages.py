@@ -59,6 +59,8 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: str
     kv_tokens: int
     """Tokens that the KV cache holds."""
+    most_input_tokens: int
+    """Of the longest request that is taken; it and its response have a few more."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -52,9 +52,14 @@ class Supervisor:
         *,
         by_slot: bool,
         start_timeout_seconds: float,
+        response_tokens: int,
     ) -> None:
+        """response_tokens: of the longest one that is generated."""
         self._python, self._start_command, self._slabs = python, start, slabs
         self._by_slot, self._start_timeout_seconds = by_slot, start_timeout_seconds
+        self._response_tokens = response_tokens
+        self.most_input_tokens = 0
+        """Of one request, once it has been started."""
         self._host: HostProcess | None = None
         self._events: queue.SimpleQueue[tuple[HostProcess, Told | Died | EngineError] | None]
         self._events = queue.SimpleQueue()
@@ -110,9 +115,20 @@ class Supervisor:
         if (started := self._await_start(deadline)) is not None:
             if self._by_slot:
                 check_memory(started.kv_tokens, self._slabs.layers, self._slabs.hidden)
+            self._check_room(started)
             self._try_hook(deadline)
             figures = (started.version, started.kv_tokens)
             logger.info("SGLang %s is up, %d tokens of KV cache", *figures)
+
+    def _check_room(self, started: Started) -> None:
+        """SGLang cuts responses short that its context or its KV cache cannot hold, and calls
+        them finished. Raises EngineError."""
+        self.most_input_tokens = started.most_input_tokens
+        if self._response_tokens > started.most_input_tokens:
+            raise EngineError(
+                f"max_new_tokens is {self._response_tokens}, the engine holds "
+                f"{started.most_input_tokens} tokens: raise memory_fraction or lower it"
+            )
 
     def start_again(self, reason: str) -> None:
         """Raises EngineError when it has died too often. It came up before: that it does not come
