@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from bare_member import BareMember
+from draftfeed_deploy.accounts import read_spool
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import (
     CaptureConfig,
     SamplingConfig,
+    SGLangConfig,
     SyntheticConfig,
     TransformersConfig,
 )
@@ -30,6 +32,7 @@ from draftfeed_producer.target import TargetConfig
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import Sample, decoded_bytes
+from standin_engine import LAYER_IDS, Standin
 from waiting import eventually
 
 ENGINE = SyntheticConfig(
@@ -329,6 +332,43 @@ def test_responses_that_are_there_are_served_as_samples(
     statistics = producer.service.statistics()
     assert (statistics.tokens, statistics.captured) == (57, 57)
     assert statistics.response_tokens == 19 + 8 + 1
+
+
+def test_prompts_that_sglang_cannot_make_end_and_hold_nobody_up(
+    run: Any, attach: Any, tmp_path: Path, standin: Standin
+) -> None:
+    """One prompt ends the run, and every restart meets it again."""
+    lengths = [5, 20, 7, 50, 9]
+    lines = [json.dumps({"prompt_ids": [5] * n}) + "\n" for n in lengths]
+    (tmp_path / "p.jsonl").write_text("".join(lines))
+    config = {
+        "engine": SGLangConfig(
+            python=standin.python(),
+            sampling=SamplingConfig(max_new_tokens=12),
+            args={"standin": {"refuses_tokens": 20, "most_input_tokens": 30}},
+        ),
+        "target": TargetConfig(path=str(standin.target_path), layer_ids=LAYER_IDS),
+        "prompts": PromptsConfig(path=str(tmp_path / "p.jsonl"), max_prompt_tokens=60),
+    }
+    producer = run(config)
+    member = attach(producer)
+    member.open()
+    received = list(member.receive(3))
+    member.commit(received)
+    member.until(m.AllTerminal)
+    assert sorted(id.ordinal for id in received) == [0, 2, 4]
+    quarantined = IdSet.from_wire(member.inquire().terminal["quarantined"])
+    assert [id.ordinal for id in quarantined] == [1, 3]
+    member.say(m.Bye)
+    producer.ended()
+    reasons = {one.id.ordinal: one.reason for one in producer.service.tombstones()}
+    assert reasons[1] == "SGLang aborted it: 20 tokens are too many"
+    assert reasons[3].startswith("50 tokens are to be fed, the engine takes 30: ")
+    sums = read_spool(producer.directory, IdSet([*received, *quarantined])).account
+    assert (IdSet.from_wire(sums.terminal["quarantined"]), sums.pending) == (quarantined, [])
+    again = run(config)
+    again.ended()
+    assert again.service.statistics().captured == 0, "nothing is left to be made"
 
 
 def test_a_prompt_whose_sample_could_never_be_held_is_refused(

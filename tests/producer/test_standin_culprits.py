@@ -146,14 +146,14 @@ def test_a_response_that_the_engine_cannot_hold_is_refused_at_the_start(standin:
 def test_a_run_that_was_left_while_a_suspect_was_tried_leaves_nothing_behind(standin: Standin):
     """The next one would make it a second time."""
     lives = standin.lives()
-    engine = standin.engine(lives=lives, kill_at=1, concurrency=3)
-    prompts = make_prompts([5, 6, 7, 8], {2: KILLER})
+    engine = standin.engine(lives=lives, kill_at=1, concurrency=3, chunk=8)
+    prompts = make_prompts([1500, 5, 6], {1: KILLER})
     given_up: list[object] = []
     left: Any = engine.run(iter(prompts), lambda *told: given_up.append(told))
     next(left)
     left.close()
     assert Path(lives).stat().st_size == 3, "it has died twice, and the first was tried alone"
     assert given_up == []
-    check_all(list(engine.run(iter(prompts[:2]))), prompts[:2])
+    check_all(list(engine.run(iter(prompts[2:]))), prompts[2:])
     assert Path(lives).stat().st_size == 3
     engine.close()

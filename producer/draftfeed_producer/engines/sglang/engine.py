@@ -107,21 +107,23 @@ class SGLangEngine:
 
     def _admit(self, waiting: Peekable) -> None:
         """Memory for every row of a request is set aside before it is submitted."""
-        if self._on_trial:
-            return
-        for request in self._lost.take():
+        for request in [] if self._on_trial else self._lost.take():
             self._submit(request)
-        while len(self._requests) < self._config.concurrency and not self._stopped:
+        while not (self._on_trial or self._full or self._stopped):
             prompt = waiting.peek()
             if prompt is None:
                 return
             request = self._request(prompt)
-            if self._on_trial or (self._requests and not self._fits(request)):
+            if self._requests and not self._fits(request):
                 return
             waiting.pop()
             self._engine.start()
             if not self._stopped and self._takes(request):
                 self._submit(request)
+
+    @property
+    def _full(self) -> bool:
+        return len(self._requests) >= self._config.concurrency
 
     @property
     def _on_trial(self) -> bool:
