@@ -169,7 +169,7 @@ def _check_argument(key: str, value: Any) -> None:
         )
     if key in _REFUSED and value not in (None, False, "null"):
         raise ValueError(f"args.{key} cannot go with a capture: {_REFUSED[key]}")
-    if key == "chunked_prefill_size" and value is not None and value <= 0:
+    if key == "chunked_prefill_size" and isinstance(value, int) and value <= 0:
         raise ValueError(
             "args.chunked_prefill_size must be above 0: GPU memory for the rows of two passes is "
             "set aside, and without chunks a pass is as long as the longest prompt"
