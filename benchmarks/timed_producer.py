@@ -38,8 +38,8 @@ def watch_synthetic(log: StepLog) -> None:
 
     run = SyntheticEngine.run
 
-    def timed(self: SyntheticEngine, prompts: Iterator[Any]) -> Iterator[Any]:
-        for sample in run(self, prompts):
+    def timed(self: SyntheticEngine, *arguments: Any) -> Iterator[Any]:
+        for sample in run(self, *arguments):
             log.write(len(sample.hidden_states))
             yield sample
 
