@@ -132,7 +132,10 @@ def _save(cls: Any, config: Any, path: Path) -> Path:
 def _lose_channels(model: Any) -> None:
     """The embedding's values, to which no block adds: known without a forward pass."""
     lost = slice(-LOST_CHANNELS, None)
-    model.get_input_embeddings().weight[:, lost] = 2.0**-40
+    embedding = model.get_input_embeddings().weight
+    # Padding's is all zero, and a random model can sample it: a gated first block keeps it zero.
+    embedding[0] = -embedding[1]
+    embedding[:, lost] = 2.0**-40
     for layer in model.get_decoder().layers:
         linear = hasattr(layer, "linear_attn")
         mixer_out = layer.linear_attn.out_proj if linear else layer.self_attn.o_proj
