@@ -9,7 +9,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import random
 import signal
 import sys
@@ -27,6 +26,7 @@ from draftfeed_producer.engines.config import SGLangConfig
 from draftfeed_producer.engines.sglang.engine import SGLangEngine
 from draftfeed_producer.engines.sglang.slabs import SlabShape
 from draftfeed_producer.target import TargetConfig, load_target
+from this_machine import this_machine
 
 HERE = Path(__file__).parent
 BAR = 0.97
@@ -63,7 +63,7 @@ def main() -> int:
     random_tokens = random.Random(0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # none of its processes outlives it
     _settle(options.python)
-    machine = _machine()
+    machine = this_machine()
     _say(
         options, f"{machine['processor']}, {machine['cores']} cores, load {machine['load']} before"
     )
@@ -256,18 +256,6 @@ def _stage_words(result: dict[str, Any]) -> list[str]:
     received = result["arms"]["on"]["receiver_cpu_us_per_row"]
     lines.append(f"in the producer: {received:.1f} us of CPU to receive a row")
     return lines
-
-
-def _machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
 
 
 def _say(options: argparse.Namespace, line: str) -> None:

@@ -8,7 +8,6 @@ README.md beside this file says what is measured and how.
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from swap_round import Round, Setup, play
+from this_machine import this_machine
 
 RATE_BAR = 0.97
 GAP_BAR = 1.5
@@ -50,7 +50,7 @@ def main() -> int:
         consumer_cores=consumer_cores,
     )
     say = _silent if options.json else print
-    machine = _machine()
+    machine = this_machine()
     say(f"{machine['processor']}, {machine['cores']} cores, load {machine['load']} before")
     say(f"{setup.engine} engine, {setup.samples} samples a round, swap by {setup.how}")
     pairs: list[tuple[Round, Round]] = []
@@ -170,18 +170,6 @@ def _target(engine: str) -> str:
     from draftfeed_deploy import smollm2
 
     return json.dumps(str(smollm2.prepare()))
-
-
-def _machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in info if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
 
 
 def _document(

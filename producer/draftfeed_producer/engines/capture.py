@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from draftfeed_producer.tap.gather import gather_packed
 from draftfeed_producer.tap.ring import Reservation, StagingRing
+from draftfeed_producer.tap.streams import to_device
 from draftfeed_proto.sample import LayerCounters
 
 
@@ -136,7 +137,7 @@ class BlockTap:
         first, end = int(tokens[0]), int(tokens[-1]) + 1
         row_map = torch.full((end - first,), -1, dtype=torch.int32)
         row_map[tokens - first] = reservation.slots
-        row_map = _on_device(row_map, self._ring.rows.device)
+        row_map = to_device(row_map, self._ring.rows.device)
         gather_packed(self._packed[first:end], row_map, self._ring.rows, self._ring.counters)
         self._ring.submit(reservation, place[tokens])
         self._collect()
@@ -168,11 +169,3 @@ class BlockTap:
         position = torch.arange(self._column, self._column + columns) + self._shift
         wanted = (position >= 0) & (position < self._end) & ~self.finished[:, None]
         return torch.where(wanted, self._base + position, -1).flatten()
-
-
-def _on_device(row_map: Tensor, device: torch.device) -> Tensor:
-    """Without a wait for what the device still has to do. Pinned memory that torch made is not
-    handed out again before such a copy from it has run."""
-    if device.type == "cpu":
-        return row_map
-    return row_map.pin_memory().to(device, non_blocking=True)

@@ -125,3 +125,11 @@ class _Done:
 
 
 _DONE = _Done()
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Without a wait for what the device still has to do. Pinned memory that torch made is not
+    handed out again before such a copy from it has run."""
+    if device.type == "cpu":
+        return host
+    return host.pin_memory().to(device, non_blocking=True)

@@ -22,7 +22,7 @@ from draftfeed_producer.engines.sglang.slabs import SharedSlabs, SlabShape
 from draftfeed_producer.errors import TapLayoutError
 from draftfeed_producer.tap.gather import gather_packed
 from draftfeed_producer.tap.ring import Piece, Reservation, Slab, StagingRing
-from draftfeed_producer.tap.streams import CudaStreams, Event, HostStreams, Streams
+from draftfeed_producer.tap.streams import CudaStreams, Event, HostStreams, Streams, to_device
 
 POLL_SECONDS = 0.5
 
@@ -96,20 +96,21 @@ class RequestTap:
         kv_slots  int64 [T], on the device
         Raises HostGone; RingTooSmall when a pass is longer than the engine said; TapLayoutError.
         """
+        if packed.dtype not in (torch.bfloat16, torch.float32):
+            raise TapLayoutError("packed", str(packed.dtype), "torch.bfloat16 or torch.float32")
         reservation = self._reserve(len(wanted))
         everything = len(wanted) == len(packed)
         row_map = reservation.slots
         if not everything:
             row_map = torch.full((len(packed),), -1, dtype=torch.int32)
             row_map[torch.from_numpy(wanted)] = reservation.slots
-            at = self._to_device(torch.from_numpy(wanted))
+            at = to_device(torch.from_numpy(wanted), self._device)
             tokens = tokens[at]
             kv_slots = None if kv_slots is None else kv_slots[at]
-        if packed.dtype not in (torch.bfloat16, torch.float32):
-            raise TapLayoutError("packed", str(packed.dtype), "torch.bfloat16 or torch.float32")
         # Rounded as the wire would, where the target computes in fp32; else nothing happens.
         packed = packed.to(torch.bfloat16)
-        gather_packed(packed, self._to_device(row_map), self._ring.rows, self._ring.counters)
+        row_map = to_device(row_map, self._device)
+        gather_packed(packed, row_map, self._ring.rows, self._ring.counters)
         # Copies: the engine writes its own tensors again before these are read back.
         kv_slots = None if kv_slots is None else kv_slots.clone()
         return Pass(handles, positions, reservation, tokens.clone(), kv_slots)
@@ -188,12 +189,6 @@ class RequestTap:
 
     def _tell(self, message: messages.Told) -> None:
         self._told.send(messages.encode(message))
-
-    def _to_device(self, host: Tensor) -> Tensor:
-        if self._device.type == "cpu":
-            return host
-        # torch keeps pinned memory of its own until copies from it are done.
-        return host.pin_memory().to(self._device, non_blocking=True)
 
 
 def _as_slab(shared: SharedSlabs, index: int) -> Slab:
