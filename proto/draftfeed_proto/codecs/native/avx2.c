@@ -1,0 +1,248 @@
+/* Kernels for AVX2: 32 values at a time. It cannot take bytes out of a vector or spread them, so
+   that goes eight bytes at a time by tables of shuffles; pext and pdep would be shorter, but are
+   very slow on AMD processors before Zen 3. */
+#ifdef __x86_64__
+#include <immintrin.h>
+
+#include "packed.h"
+
+#define TARGET __attribute__((target("avx2,popcnt")))
+#define INLINE static inline __attribute__((always_inline)) TARGET
+typedef __m256i v256;
+
+/* Tables of 256 shuffles, by a mask of eight bits: COMPACT moves the marked bytes to the front,
+   SPREAD moves the front ones to the marked places, and puts zeros in the others. */
+#define COUNT(m) \
+    ((m & 1) + (m >> 1 & 1) + (m >> 2 & 1) + (m >> 3 & 1) + (m >> 4 & 1) + (m >> 5 & 1) + (m >> 6 & 1))
+#define BELOW(m, i) COUNT(((m) & ((1u << (i)) - 1)))
+#define EACH_BIT(f, m) f(m, 0) | f(m, 1) | f(m, 2) | f(m, 3) | f(m, 4) | f(m, 5) | f(m, 6) | f(m, 7)
+#define MOVE_DOWN(m, i) ((uint64_t)((m) >> (i)&1) * (i) << 8 * BELOW(m, i))
+#define MOVE_UP(m, i) ((uint64_t)((m) >> (i)&1 ? BELOW(m, i) : 0x80) << 8 * (i))
+#define ENTRIES4(f, m) EACH_BIT(f, (m)), EACH_BIT(f, (m) + 1u), EACH_BIT(f, (m) + 2u), EACH_BIT(f, (m) + 3u)
+#define ENTRIES16(f, m) ENTRIES4(f, m), ENTRIES4(f, (m) + 4u), ENTRIES4(f, (m) + 8u), ENTRIES4(f, (m) + 12u)
+#define ENTRIES64(f, m) \
+    ENTRIES16(f, m), ENTRIES16(f, (m) + 16u), ENTRIES16(f, (m) + 32u), ENTRIES16(f, (m) + 48u)
+#define ENTRIES256(f) ENTRIES64(f, 0u), ENTRIES64(f, 64u), ENTRIES64(f, 128u), ENTRIES64(f, 192u)
+static const uint64_t COMPACT[256] = {ENTRIES256(MOVE_DOWN)};
+static const uint64_t SPREAD[256] = {ENTRIES256(MOVE_UP)};
+
+TARGET static void centres(const uint16_t *const rows[], size_t count, size_t n, int bf16,
+                           uint8_t *out) {
+    centres_inline(rows, count, n, bf16, out);
+}
+
+INLINE v256 load(const void *at) { return _mm256_loadu_si256((const v256 *)at); }
+INLINE void store(void *at, v256 v) { _mm256_storeu_si256((v256 *)at, v); }
+INLINE v256 twice(const void *at) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)at));
+}
+
+/* Two vectors of 16-bit lanes below 256 -> one of bytes, in order. */
+INLINE v256 bytes(v256 a, v256 b) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xD8);
+}
+
+INLINE uint32_t first_lanes(size_t n) { return n < 32 ? (1u << n) - 1 : ~0u; }
+
+INLINE void advance(const struct layer *layer, struct cursor *at, size_t n) {
+    at->values += n;
+    at->channel += n;
+    if (at->channel >= layer->hidden) {
+        at->channel %= layer->hidden;
+        at->values += at->skip;
+    }
+}
+
+INLINE int split_inline(const struct layer *layer, struct cursor *cursor, size_t n, size_t first,
+                        uint8_t *heads, uint8_t *ranks, uint8_t *low, struct exceptions *exceptions,
+                        int bf16, int has_low) {
+    const v256 window = _mm256_set1_epi8((char)layer->window), byte = _mm256_set1_epi16(0xFF);
+    const v256 ranks_low = twice(layer->rank_of), ranks_high = twice(layer->rank_of + 16);
+    const v256 none = _mm256_set1_epi8(-1), seven = _mm256_set1_epi16(7);
+    const ptrdiff_t next_row = (ptrdiff_t)layer->hidden + cursor->skip;
+    struct cursor at = *cursor;
+    for (size_t i = 0; i < n; i += 32) {
+        __builtin_prefetch(at.values + next_row);
+        v256 a = load(at.values), b = load(at.values + 16), x, y;
+        if (bf16) {
+            x = _mm256_or_si256(_mm256_slli_epi16(a, 1), _mm256_srli_epi16(a, 15));
+            y = _mm256_or_si256(_mm256_slli_epi16(b, 1), _mm256_srli_epi16(b, 15));
+        } else {
+            const v256 middle = _mm256_set1_epi16(0x1FFE);
+            x = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(a, 2), middle),
+                                _mm256_srli_epi16(a, 15));
+            y = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(b, 2), middle),
+                                _mm256_srli_epi16(b, 15));
+        }
+        v256 head = bytes(_mm256_and_si256(x, byte), _mm256_and_si256(y, byte));
+        v256 in_window = bytes(_mm256_srli_epi16(x, 8), _mm256_srli_epi16(y, 8));
+        v256 base = load(layer->bases + at.channel);
+        in_window = _mm256_sub_epi8(_mm256_sub_epi8(in_window, base), window);
+        if (!bf16) in_window = _mm256_and_si256(in_window, _mm256_set1_epi8(31));
+        v256 rank = _mm256_blendv_epi8(_mm256_shuffle_epi8(ranks_low, in_window),
+                                       _mm256_shuffle_epi8(ranks_high, in_window),
+                                       _mm256_slli_epi16(in_window, 3));
+        if (bf16) {
+            v256 outside = _mm256_max_epu8(in_window, _mm256_set1_epi8(WINDOW));
+            rank = _mm256_or_si256(rank, _mm256_cmpeq_epi8(outside, in_window));
+        }
+        uint32_t marked = (uint32_t)_mm256_movemask_epi8(rank);
+        rank = _mm256_andnot_si256(_mm256_cmpeq_epi8(rank, none), rank);
+        if (!bf16 && !has_low && !_mm256_testz_si256(_mm256_or_si256(a, b), seven)) {
+            v256 zero = _mm256_setzero_si256();
+            v256 exact = _mm256_packs_epi16(_mm256_cmpeq_epi16(_mm256_and_si256(a, seven), zero),
+                                            _mm256_cmpeq_epi16(_mm256_and_si256(b, seven), zero));
+            exact = _mm256_permute4x64_epi64(exact, 0xD8);
+            marked |= ~(uint32_t)_mm256_movemask_epi8(exact);
+        }
+        marked &= first_lanes(n - i);
+        if (__builtin_expect(marked != 0, 0)) {
+            if (exceptions->count + (size_t)_mm_popcnt_u32(marked) > MAX_EXCEPTIONS) return 0;
+            for (; marked; marked &= marked - 1) {
+                unsigned lane = (unsigned)__builtin_ctz(marked);
+                exceptions->positions[exceptions->count] = (uint16_t)(first + i + lane);
+                exceptions->values[exceptions->count++] = at.values[lane];
+            }
+        }
+        if (has_low)
+            store(low + i, bytes(_mm256_and_si256(a, seven), _mm256_and_si256(b, seven)));
+        store(ranks + i, rank);
+        if (n - i < 32) {
+            uint8_t last[32];
+            store(last, head);
+            memcpy(heads + i, last, n - i);
+        } else
+            store(heads + i, head);
+        advance(layer, &at, 32);
+    }
+    *cursor = at;
+    memset(ranks + n, 0, SLACK);
+    return 1;
+}
+
+TARGET static int split(const struct layer *layer, struct cursor *at, size_t n, size_t first,
+                        uint8_t *heads, uint8_t *ranks, uint8_t *low, struct exceptions *more) {
+    if (layer->bf16) return split_inline(layer, at, n, first, heads, ranks, low, more, 1, 0);
+    if (low) return split_inline(layer, at, n, first, heads, ranks, low, more, 0, 1);
+    return split_inline(layer, at, n, first, heads, ranks, low, more, 0, 0);
+}
+
+/* Stores the marked bytes of the low half of `v`; eight are written in any case. */
+INLINE uint8_t *compact(__m128i v, uint32_t mask, uint8_t *to) {
+    __m128i shuffle = _mm_loadl_epi64((const __m128i *)&COMPACT[mask]);
+    _mm_storel_epi64((__m128i *)to, _mm_shuffle_epi8(v, shuffle));
+    return to + _mm_popcnt_u32(mask);
+}
+
+TARGET static size_t pack(const uint8_t *ranks, size_t n, uint8_t *digits, uint8_t *rest) {
+    const v256 three = _mm256_set1_epi8(3);
+    const v256 gather = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
+                                         0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    uint8_t *to = rest;
+    for (size_t i = 0; i < n; i += 32) {
+        v256 rank = load(ranks + i), digit = _mm256_min_epu8(rank, three);
+        v256 pairs = _mm256_maddubs_epi16(digit, _mm256_set1_epi16(0x0401));
+        v256 fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001));
+        fours = _mm256_shuffle_epi8(fours, gather);
+        __m128i packed = _mm_unpacklo_epi32(_mm256_castsi256_si128(fours),
+                                            _mm256_extracti128_si256(fours, 1));
+        if (n - i < 32) {
+            uint64_t last = (uint64_t)_mm_cvtsi128_si64(packed);
+            memcpy(digits + i / 4, &last, (n - i + 3) / 4);
+        } else
+            _mm_storel_epi64((__m128i *)(digits + i / 4), packed);
+        uint32_t more = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(digit, three));
+        v256 less = _mm256_sub_epi8(rank, three);
+        __m128i a = _mm256_castsi256_si128(less), b = _mm256_extracti128_si256(less, 1);
+        to = compact(a, more & 0xFF, to);
+        to = compact(_mm_unpackhi_epi64(a, a), more >> 8 & 0xFF, to);
+        to = compact(b, more >> 16 & 0xFF, to);
+        to = compact(_mm_unpackhi_epi64(b, b), more >> 24, to);
+    }
+    return (size_t)(to - rest);
+}
+
+/* 16 lanes: the next bytes of `rest` at the marked ones, zero at the others. */
+INLINE __m128i spread(const uint8_t *rest, uint32_t mask) {
+    const uint8_t *later = rest + _mm_popcnt_u32(mask & 0xFF);
+    __m128i from = _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)rest),
+                                      _mm_loadl_epi64((const __m128i *)later));
+    __m128i shuffle = _mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)&SPREAD[mask & 0xFF]),
+                                         _mm_loadl_epi64((const __m128i *)&SPREAD[mask >> 8]));
+    shuffle = _mm_or_si128(shuffle, _mm_set_epi64x(0x0808080808080808, 0));
+    return _mm_shuffle_epi8(from, shuffle);
+}
+
+TARGET static size_t expand(const uint8_t *digits, size_t n, const uint8_t table[3],
+                            const uint8_t *rest, size_t available, uint8_t *symbols) {
+    const uint8_t padded[16] = {table[0], table[1], table[2]};
+    const v256 known = twice(padded), three = _mm256_set1_epi8(3);
+    size_t used = 0;
+    for (size_t i = 0; i < n && used <= available; i += 32) {
+        uint64_t word;
+        if (n - i < 32) {
+            word = 0;
+            memcpy(&word, digits + i / 4, (n - i + 3) / 4);
+        } else
+            memcpy(&word, digits + i / 4, 8);
+        v256 digit = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)word));
+        digit = _mm256_or_si256(digit, _mm256_slli_epi32(digit, 12));
+        digit = _mm256_or_si256(digit, _mm256_slli_epi32(digit, 6));
+        digit = _mm256_and_si256(digit, three);
+        uint32_t more = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(digit, three));
+        more &= first_lanes(n - i);
+        __m128i a = spread(rest + used, more & 0xFFFF);
+        used += (size_t)_mm_popcnt_u32(more & 0xFFFF);
+        __m128i b = spread(rest + used, more >> 16);
+        used += (size_t)_mm_popcnt_u32(more >> 16);
+        v256 symbol = _mm256_shuffle_epi8(known, digit);
+        store(symbols + i, _mm256_or_si256(symbol, _mm256_set_m128i(b, a)));
+    }
+    return used;
+}
+
+INLINE void merge_inline(const struct layer *layer, struct cursor *cursor, size_t n,
+                         const uint8_t *heads, const uint8_t *symbols, const uint8_t *low, int bf16) {
+    const ptrdiff_t next_row = (ptrdiff_t)layer->hidden + cursor->skip;
+    struct cursor at = *cursor;
+    const v256 zero = _mm256_setzero_si256(), middle = _mm256_set1_epi16(0x7FF8);
+    for (size_t i = 0; i < n; i += 32) {
+        __builtin_prefetch(at.values + next_row, 1);
+        v256 exponent = _mm256_add_epi8(load(symbols + i), load(layer->bases + at.channel));
+        v256 head = _mm256_permute4x64_epi64(load(heads + i), 0xD8);
+        exponent = _mm256_permute4x64_epi64(exponent, 0xD8);
+        v256 a = _mm256_unpacklo_epi8(head, exponent), b = _mm256_unpackhi_epi8(head, exponent);
+        v256 sign_a = _mm256_slli_epi16(a, 15), sign_b = _mm256_slli_epi16(b, 15);
+        if (bf16) {
+            a = _mm256_srli_epi16(a, 1);
+            b = _mm256_srli_epi16(b, 1);
+        } else {
+            a = _mm256_and_si256(_mm256_slli_epi16(a, 2), middle);
+            b = _mm256_and_si256(_mm256_slli_epi16(b, 2), middle);
+        }
+        a = _mm256_or_si256(a, sign_a);
+        b = _mm256_or_si256(b, sign_b);
+        if (low) {
+            v256 bits = _mm256_permute4x64_epi64(load(low + i), 0xD8);
+            a = _mm256_or_si256(a, _mm256_unpacklo_epi8(bits, zero));
+            b = _mm256_or_si256(b, _mm256_unpackhi_epi8(bits, zero));
+        }
+        store(at.values, a);
+        store(at.values + 16, b);
+        advance(layer, &at, 32);
+    }
+    *cursor = at;
+}
+
+TARGET static void merge(const struct layer *layer, struct cursor *at, size_t n,
+                         const uint8_t *heads, const uint8_t *symbols, const uint8_t *low) {
+    if (layer->bf16)
+        merge_inline(layer, at, n, heads, symbols, NULL, 1);
+    else if (low)
+        merge_inline(layer, at, n, heads, symbols, low, 0);
+    else
+        merge_inline(layer, at, n, heads, symbols, NULL, 0);
+}
+
+const struct kernels avx2_kernels = {centres, split, pack, expand, merge};
+#endif
