@@ -14,6 +14,7 @@ SGLANG_CPU := $(wildcard tests/sglang_cpu/* tests/sglang_cpu/sgl_kernel/*.py)
 # SGLang 0.5.23, for the second. Constraints hold one version of a package, and libraries change
 # what they do where they find Triton: each goes to a folder of its own, for the tests of the kernel.
 TRITONS := 3.7.1 3.8.0
+CODECS := proto/draftfeed_proto/codecs
 # A copied or moved checkout: its environments still point at the old place.
 MOVED := $(foreach V,.venv .venv-sglang,$(shell \
 	[ ! -f $V/.where ] || [ "$$(cat $V/.where)" = "$$(pwd -P)" ] || rm -rf $V))
@@ -27,9 +28,14 @@ help:
 	@echo "make model   the delivery model, searched deeper than in the suite; hours"
 	@echo "make check   ruff, format, mypy, pyright, import-linter"
 	@echo "make format  let ruff rewrite the sources"
-	@echo "make clean   remove run outputs and caches; distclean removes .venv and .venv-sglang too"
+	@echo "make clean   remove what runs and builds left; distclean removes .venv and .venv-sglang too"
 
-venv: .venv/.installed $(TRITONS:%=.venv/triton/%/.installed)
+venv: $(CODECS)/_build.json .venv/.installed $(TRITONS:%=.venv/triton/%/.installed)
+
+# The codec's C, compiled into the tree, for both environments; the report is there even if the
+# library is not. Installing compiles too, but sees no changed source and keeps what failed to itself.
+$(CODECS)/_build.json: hatch_build.py $(wildcard $(CODECS)/native $(CODECS)/native/*.[ch])
+	@$(PYTHON) hatch_build.py
 
 $(PY):
 	$(PYTHON) -m venv .venv
@@ -43,7 +49,7 @@ $(PY):
 	$(PIP) install -q --no-deps $(NODEPS)
 	@touch $@
 
-sglang: .venv-sglang/.installed
+sglang: $(CODECS)/_build.json .venv-sglang/.installed
 
 $(SGLANG_PY):
 	$(PYTHON) -m venv .venv-sglang
@@ -92,6 +98,7 @@ format: venv
 	$(PY) -m ruff format .
 
 clean:
+	rm -rf $(CODECS)/_packed.so* $(CODECS)/_build.json
 	rm -rf runs dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 distclean: clean
