@@ -12,19 +12,18 @@ typedef __m256i v256;
 
 /* Tables of 256 shuffles, by a mask of eight bits: COMPACT moves the marked bytes to the front,
    SPREAD moves the front ones to the marked places, and puts zeros in the others. */
+#define BIT(m, i) ((m) >> (i) & 1)
 #define COUNT(m) \
-    ((m & 1) + (m >> 1 & 1) + (m >> 2 & 1) + (m >> 3 & 1) + (m >> 4 & 1) + (m >> 5 & 1) + (m >> 6 & 1))
-#define BELOW(m, i) COUNT(((m) & ((1u << (i)) - 1)))
+    (BIT(m, 0) + BIT(m, 1) + BIT(m, 2) + BIT(m, 3) + BIT(m, 4) + BIT(m, 5) + BIT(m, 6) + BIT(m, 7))
+#define BELOW(m, i) COUNT((m) & ((1u << (i)) - 1))
 #define EACH_BIT(f, m) f(m, 0) | f(m, 1) | f(m, 2) | f(m, 3) | f(m, 4) | f(m, 5) | f(m, 6) | f(m, 7)
-#define MOVE_DOWN(m, i) ((uint64_t)((m) >> (i)&1) * (i) << 8 * BELOW(m, i))
-#define MOVE_UP(m, i) ((uint64_t)((m) >> (i)&1 ? BELOW(m, i) : 0x80) << 8 * (i))
-#define ENTRIES4(f, m) EACH_BIT(f, (m)), EACH_BIT(f, (m) + 1u), EACH_BIT(f, (m) + 2u), EACH_BIT(f, (m) + 3u)
-#define ENTRIES16(f, m) ENTRIES4(f, m), ENTRIES4(f, (m) + 4u), ENTRIES4(f, (m) + 8u), ENTRIES4(f, (m) + 12u)
-#define ENTRIES64(f, m) \
-    ENTRIES16(f, m), ENTRIES16(f, (m) + 16u), ENTRIES16(f, (m) + 32u), ENTRIES16(f, (m) + 48u)
-#define ENTRIES256(f) ENTRIES64(f, 0u), ENTRIES64(f, 64u), ENTRIES64(f, 128u), ENTRIES64(f, 192u)
-static const uint64_t COMPACT[256] = {ENTRIES256(MOVE_DOWN)};
-static const uint64_t SPREAD[256] = {ENTRIES256(MOVE_UP)};
+#define MOVE_DOWN(m, i) ((uint64_t)BIT(m, i) * (i) << 8 * BELOW(m, i))
+#define MOVE_UP(m, i) ((uint64_t)(BIT(m, i) ? BELOW(m, i) : 0x80) << 8 * (i))
+#define FOUR(f, m) EACH_BIT(f, m), EACH_BIT(f, m + 1u), EACH_BIT(f, m + 2u), EACH_BIT(f, m + 3u)
+#define SIXTEEN(f, m) FOUR(f, m), FOUR(f, m + 4u), FOUR(f, m + 8u), FOUR(f, m + 12u)
+#define SIXTY_FOUR(f, m) SIXTEEN(f, m), SIXTEEN(f, m + 16u), SIXTEEN(f, m + 32u), SIXTEEN(f, m + 48u)
+#define ALL(f) {SIXTY_FOUR(f, 0u), SIXTY_FOUR(f, 64u), SIXTY_FOUR(f, 128u), SIXTY_FOUR(f, 192u)}
+static const uint64_t COMPACT[256] = ALL(MOVE_DOWN), SPREAD[256] = ALL(MOVE_UP);
 
 TARGET static void centres(const uint16_t *const rows[], size_t count, size_t n, int bf16,
                            uint8_t *out) {
@@ -136,8 +135,7 @@ INLINE uint8_t *compact(__m128i v, uint32_t mask, uint8_t *to) {
 
 TARGET static size_t pack(const uint8_t *ranks, size_t n, uint8_t *digits, uint8_t *rest) {
     const v256 three = _mm256_set1_epi8(3);
-    const v256 gather = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
-                                         0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    const v256 gather = _mm256_set1_epi32(0x0C080400); /* the low byte of each 32 bits */
     uint8_t *to = rest;
     for (size_t i = 0; i < n; i += 32) {
         v256 rank = load(ranks + i), digit = _mm256_min_epu8(rank, three);
@@ -202,7 +200,8 @@ TARGET static size_t expand(const uint8_t *digits, size_t n, const uint8_t table
 }
 
 INLINE void merge_inline(const struct layer *layer, struct cursor *cursor, size_t n,
-                         const uint8_t *heads, const uint8_t *symbols, const uint8_t *low, int bf16) {
+                         const uint8_t *heads, const uint8_t *symbols, const uint8_t *low,
+                         int bf16) {
     const ptrdiff_t next_row = (ptrdiff_t)layer->hidden + cursor->skip;
     struct cursor at = *cursor;
     const v256 zero = _mm256_setzero_si256(), middle = _mm256_set1_epi16(0x7FF8);

@@ -135,7 +135,8 @@ TARGET static size_t expand(const uint8_t *digits, size_t n, const uint8_t table
 }
 
 INLINE void merge_inline(const struct layer *layer, struct cursor *cursor, size_t n,
-                         const uint8_t *heads, const uint8_t *symbols, const uint8_t *low, int bf16) {
+                         const uint8_t *heads, const uint8_t *symbols, const uint8_t *low,
+                         int bf16) {
     /* Unpacking works within 128 bits: eight bytes of each half of a group side by side. */
     const v512 order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), zero = _mm512_setzero_si512();
     const v512 middle = _mm512_set1_epi16(0x7FF8);

@@ -1,4 +1,4 @@
-/* Payload -> values. A payload is hostile: every length is checked here, before a kernel sees it. */
+/* Payload -> values. A payload is hostile: every length is checked before a kernel sees it. */
 #include "packed.h"
 #include "rows.h"
 

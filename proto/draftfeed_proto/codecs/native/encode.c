@@ -12,8 +12,10 @@ static uint64_t load(const uint8_t *at) {
 }
 
 static void pack_ones(const uint8_t *low, size_t n, uint8_t *plane) {
-    for (size_t i = 0; i < n; i += 8)
-        plane[i / 8] = (uint8_t)((load(low + i) >> 2 & 0x0101010101010101) * 0x0102040810204080 >> 56);
+    for (size_t i = 0; i < n; i += 8) {
+        uint64_t word = load(low + i) >> 2 & 0x0101010101010101;
+        plane[i / 8] = (uint8_t)(word * 0x0102040810204080 >> 56);
+    }
 }
 
 static void pack_pairs(const uint8_t *low, size_t n, uint8_t *plane) {
@@ -64,7 +66,7 @@ static void plan(const struct kernels *kernels, const struct shape *shape, const
     layer->window = (uint8_t)((unsigned)(mid - (layer->has_bases ? 28 : 20)) & mask);
 
     size_t seen[WINDOW] = {0}, inexact = 0, total = 0;
-    size_t step = shape->hidden < 512 ? 1 : shape->hidden / 256;
+    size_t step = shape->hidden < 128 ? 1 : shape->hidden / 64;
     for (size_t j = 0; j < sampled; j++)
         for (size_t c = 0; c < shape->hidden; c += step, total++) {
             unsigned exponent = rows[j][c] >> (shape->bf16 ? 7 : 10);

@@ -13,7 +13,7 @@ static const char *const ERRORS[] = {
     [TRAILING] = "bytes are left after the last layer",
     [DTYPE] = "values of another dtype",
     [FLAGS] = "unknown flags",
-    [COUNTS] = "a plane has more fields than the one before, or there are more exceptions than values",
+    [COUNTS] = "more fields in a plane than in the one before, or exceptions than values",
     [DIGITS] = "a plane has more or fewer fields than the one before asks for",
     [POSITIONS] = "positions of exceptions that do not rise, or lie outside the block",
 };

@@ -14,7 +14,7 @@ enum {
     RANKS = 25,
     WINDOW = 32, /* exponents that can have a rank */
     NO_RANK = 0xFF,
-    SLACK = 64, /* kernels may read, never write, so many bytes past the end of what they are given */
+    SLACK = 64, /* kernels may read this many bytes past the end of what they are given */
     MAX_EXCEPTIONS = BLOCK_VALUES / 16,
     MAX_HIDDEN = 65536,
     SAMPLED_ROWS = 32,
@@ -105,11 +105,11 @@ int draftfeed_is_shape(const struct shape *);
 static inline __attribute__((always_inline)) void centres_inline(const uint16_t *const rows[],
                                                                  size_t count, size_t n, int bf16,
                                                                  uint8_t *centres) {
-    enum { STRIP = 64 };
+    enum { STRIP = 512 }; /* long enough for the processor to fetch ahead in each row */
     const uint8_t enough = (uint8_t)(count - count / 2);
     for (size_t first = 0; first < n; first += STRIP) {
         size_t size = n - first < STRIP ? n - first : STRIP;
-        uint8_t exponents[SAMPLED_ROWS][STRIP] = {{0}}, centre[STRIP] = {0};
+        uint8_t exponents[SAMPLED_ROWS][STRIP], centre[STRIP] = {0};
         for (size_t j = 0; j < count; j++) {
             const uint16_t *row = rows[j] + first;
             if (bf16)
@@ -119,10 +119,10 @@ static inline __attribute__((always_inline)) void centres_inline(const uint16_t 
         }
         for (unsigned bit = bf16 ? 128 : 16; bit; bit >>= 1) {
             uint8_t reached[STRIP] = {0}, candidate[STRIP];
-            for (size_t c = 0; c < STRIP; c++) candidate[c] = (uint8_t)(centre[c] | bit);
+            for (size_t c = 0; c < size; c++) candidate[c] = (uint8_t)(centre[c] | bit);
             for (size_t j = 0; j < count; j++)
-                for (size_t c = 0; c < STRIP; c++) reached[c] += exponents[j][c] >= candidate[c];
-            for (size_t c = 0; c < STRIP; c++)
+                for (size_t c = 0; c < size; c++) reached[c] += exponents[j][c] >= candidate[c];
+            for (size_t c = 0; c < size; c++)
                 centre[c] = reached[c] >= enough ? candidate[c] : centre[c];
         }
         for (size_t c = 0; c < size; c++) centres[first + c] = centre[c];
