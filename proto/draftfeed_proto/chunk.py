@@ -41,38 +41,6 @@ class ChunkHeader(msgspec.Struct, frozen=True):
     checksum: int
 
 
-def encode_chunk(
-    values: memoryview,
-    codec: codecs.Codec,
-    *,
-    kind: ChunkKind,
-    first_row: int,
-    rows: int,
-    layers: int = 0,
-    hidden: int = 0,
-) -> bytes:
-    """One frame. Falls back to `raw` when the codec does not shrink the values."""
-    payload = codec.encode(values)
-    if len(payload) >= values.nbytes:
-        codec = codecs.by_name("raw")
-        payload = values
-    fields = _FIELDS.pack(
-        MAGIC,
-        kind,
-        codec.number,
-        0,
-        first_row,
-        rows,
-        layers,
-        0,
-        hidden,
-        values.nbytes,
-        len(payload),
-    )
-    checksum = _checksum(fields, payload)
-    return b"".join((fields, _CHECKSUM.pack(checksum), payload))
-
-
 def read_header(frame: Frame) -> ChunkHeader:
     """Header of a frame, or of its first HEADER_BYTES, with every length checked.
 
@@ -110,60 +78,46 @@ def verify(frame: Frame) -> ChunkHeader:
     return header
 
 
-def decode_chunk(frame: Frame, out: memoryview | None = None) -> tuple[ChunkHeader, memoryview]:
-    """Verify and decode a frame into `out` (allocated here when not given).
-
-    Raises ChunkError, UnknownCodec or LimitExceeded, and ValueError when `out` has another size.
-    """
-    header = verify(frame)
-    codec = codecs.by_number(header.codec)
-    payload = memoryview(frame)[HEADER_BYTES:]
-    codec.check(payload, header.decoded_bytes)
-    if out is None:
-        out = np.empty(header.decoded_bytes, np.uint8).data
-    if out.nbytes != header.decoded_bytes:
-        raise ValueError(f"out has {out.nbytes} bytes, the chunk decodes to {header.decoded_bytes}")
-    codec.decode(payload, out)
-    return header, out
-
-
-def encode_tokens(input_ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
+def encode_tokens(input_ids: np.ndarray, loss_mask: np.ndarray) -> memoryview:
     """input_ids int32[n+1], loss_mask uint8[n+1] -> one TOKENS frame."""
     assert input_ids.dtype == np.int32
     assert loss_mask.dtype == np.uint8
     assert input_ids.shape == loss_mask.shape
-    values = memoryview(input_ids.astype("<i4").tobytes() + loss_mask.tobytes())
-    # An odd number of bytes cannot be split into planes, and there is nothing to win here.
-    return encode_chunk(
-        values, codecs.by_name("raw"), kind=ChunkKind.TOKENS, first_row=0, rows=len(input_ids)
-    )
+    values = input_ids.astype("<i4").tobytes() + loss_mask.tobytes()
+    frame = memoryview(bytearray(HEADER_BYTES) + values)
+    fields = (ChunkKind.TOKENS, codecs.RAW.number, 0, 0, len(input_ids), 0, 0, 0)
+    return _sealed(frame, *fields, len(values), len(values))
 
 
-def encode_states(states: np.ndarray, first_row: int, codec: codecs.Codec) -> bytes:
-    """states 16-bit [rows, layers, hidden] -> one STATES frame.
+def encode_states(
+    states: np.ndarray, first_row: int, codec: codecs.Chooser, buffer: memoryview | None = None
+) -> memoryview:
+    """states float16 or, for bf16, uint16 [rows, layers, hidden], any strides -> one STATES frame.
 
-    Layers lie one after the other inside a chunk: values of one layer resemble each other.
+    buffer: of the caller's, at least `frame_bytes(states.nbytes)`; the frame lies at its beginning.
     """
-    assert states.dtype.itemsize == 2
+    if states.strides[2] != 2:
+        states = np.ascontiguousarray(states)
+    if buffer is None:
+        buffer = memoryview(bytearray(frame_bytes(states.nbytes)))
     rows, layers, hidden = states.shape
-    values = np.ascontiguousarray(states.transpose(1, 0, 2)).view(np.uint8).reshape(-1)
-    return encode_chunk(
-        values.data,
-        codec,
-        kind=ChunkKind.STATES,
-        first_row=first_row,
-        rows=rows,
-        layers=layers,
-        hidden=hidden,
-    )
+    number, payload_bytes = codec.encode(states, buffer[HEADER_BYTES:])
+    fields = (ChunkKind.STATES, number, 0, first_row, rows, layers, 0, hidden)
+    return _sealed(buffer, *fields, states.nbytes, payload_bytes)
+
+
+def frame_bytes(decoded_bytes: int) -> int:
+    """Of the largest frame that decodes to so many bytes."""
+    return HEADER_BYTES + decoded_bytes
 
 
 def decode_states(frame: Frame, out: np.ndarray) -> ChunkHeader:
-    """Write the rows of a STATES frame into out 16-bit [n, layers, hidden].
+    """Write the rows of a STATES frame into out 16-bit [n, layers, hidden], hidden contiguous.
 
-    Raises what decode_chunk raises, and MalformedChunk when the rows do not fit into `out`.
+    Raises ChunkError, UnknownCodec or LimitExceeded. Nothing but those rows is written, and what
+    they hold is good only when nothing is raised.
     """
-    header = read_header(frame)
+    header = verify(frame)
     n, layers, hidden = out.shape
     if (header.kind, header.layers, header.hidden) != (ChunkKind.STATES, layers, hidden):
         raise MalformedChunk(
@@ -171,16 +125,16 @@ def decode_states(frame: Frame, out: np.ndarray) -> ChunkHeader:
         )
     if header.first_row + header.rows > n:
         raise MalformedChunk(f"rows {header.first_row}+{header.rows} in a sample of {n}")
-    _, values = decode_chunk(frame)
-    block = np.frombuffer(values, out.dtype).reshape(layers, header.rows, hidden)
-    out[header.first_row : header.first_row + header.rows] = block.transpose(1, 0, 2)
+    rows = out[header.first_row : header.first_row + header.rows]
+    codecs.by_number(header.codec).decode(memoryview(frame)[HEADER_BYTES:], rows)
     return header
 
 
 def decode_tokens(frame: Frame) -> tuple[np.ndarray, np.ndarray]:
     """input_ids int32[n+1] and loss_mask uint8[n+1] of a TOKENS frame, writable.
 
-    Raises what decode_chunk raises, and MalformedChunk for a negative id or a mask beyond 0 and 1.
+    Raises ChunkError or LimitExceeded: MalformedChunk also for a negative id or a mask beyond 0
+    and 1.
     """
     header, values = decode_chunk(frame)
     if header.kind is not ChunkKind.TOKENS:
@@ -191,6 +145,30 @@ def decode_tokens(frame: Frame) -> tuple[np.ndarray, np.ndarray]:
     if input_ids.min() < 0 or loss_mask.max() > 1:
         raise MalformedChunk(f"token id {input_ids.min()}, mask value {loss_mask.max()}")
     return input_ids, loss_mask
+
+
+def decode_chunk(
+    frame: Frame, dtype: type[np.float16 | np.uint16] = np.float16
+) -> tuple[ChunkHeader, memoryview]:
+    """A frame of either kind by itself: its header, and its decoded bytes as PROTOCOL.md lays them
+    out. dtype: of states. Raises ChunkError, UnknownCodec or LimitExceeded."""
+    header = verify(frame)
+    payload = memoryview(frame)[HEADER_BYTES:]
+    if header.kind is ChunkKind.TOKENS:
+        if (header.codec, header.encoded_bytes) != (codecs.RAW.number, header.decoded_bytes):
+            raise MalformedChunk(f"tokens in {header.encoded_bytes} bytes of codec {header.codec}")
+        return header, payload
+    values = np.empty((header.layers, header.rows, header.hidden), dtype)
+    codecs.by_number(header.codec).decode(payload, values.transpose(1, 0, 2))
+    return header, values.view(np.uint8).reshape(-1).data
+
+
+def _sealed(frame: memoryview, *fields: int) -> memoryview:
+    """The payload is in its place: put the header before it."""
+    _FIELDS.pack_into(frame, 0, MAGIC, *fields)
+    whole = frame[: HEADER_BYTES + fields[-1]]
+    _CHECKSUM.pack_into(frame, _FIELDS.size, _checksum(whole[: _FIELDS.size], whole[HEADER_BYTES:]))
+    return whole
 
 
 def _checksum(fields: Frame, payload: Frame) -> int:

@@ -4,6 +4,7 @@ ProtoError (ValueError)
 ├── MalformedMessage      bytes that are not a message of this protocol
 ├── LimitExceeded         a length or count above its limit, refused before anything is allocated
 ├── UnknownCodec          a codec this build does not know
+├── UnavailableISA        the environment forces an implementation that cannot be used here
 ├── DescriptorMismatch    the consumer expects something else than the producer serves
 ├── TooFewLayers          no DFlash default for a target this shallow: name the layer ids
 ├── IncompatibleVersion   the two ends speak different major versions
@@ -12,6 +13,7 @@ ProtoError (ValueError)
     └── ChecksumMismatch  its bytes changed between encoder and reader
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 MAX_REASON_CHARS = 500
@@ -38,6 +40,20 @@ class UnknownCodec(ProtoError):
     def __init__(self, codec: str | int, known: list[str]) -> None:
         super().__init__(f"unknown codec {codec!r}; this build knows {', '.join(known)}")
         self.codec, self.known = codec, known
+
+
+class UnavailableISA(ProtoError):
+    def __init__(
+        self, variable: str, forced: str, known: Sequence[str], able: Sequence[str], lacking: str
+    ) -> None:
+        """lacking: why `able` are so few; empty when it is the processor."""
+        what = "which this machine cannot run" if forced in known else "which is unknown"
+        why = f" (the C is not there: {lacking})" if lacking else ""
+        super().__init__(
+            f"{variable} is {forced!r}, {what}; it may be {' or '.join(able)} here{why}, and "
+            "without it the fastest is taken"
+        )
+        self.forced, self.able = forced, able
 
 
 class DescriptorMismatch(ProtoError):

@@ -1,6 +1,8 @@
 """Samples: what a trainer gets, and how one becomes a header and chunks and back."""
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import msgspec
@@ -8,7 +10,7 @@ import numpy as np
 import xxhash
 
 from draftfeed_proto import chunk, wire
-from draftfeed_proto.codecs import Codec
+from draftfeed_proto.codecs import Chooser
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import LimitExceeded, MalformedChunk, MalformedMessage
 from draftfeed_proto.ids import SampleId
@@ -20,6 +22,7 @@ from draftfeed_proto.limits import (
     MAX_SAMPLE_TOKENS,
 )
 from draftfeed_proto.wire import Count, Name, Scalar
+from draftfeed_proto.workers import INLINE, Workers
 
 DEFAULT_CHUNK_BYTES = 4 << 20
 
@@ -140,12 +143,13 @@ def row_blocks(states: np.ndarray, block_bytes: int) -> Iterator[tuple[int, np.n
 
 
 def encode_chunks(
-    sample: Sample, codec: Codec, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    sample: Sample, codec: Chooser, chunk_bytes: int = DEFAULT_CHUNK_BYTES
 ) -> Iterator[bytes]:
-    """The sample's frames in order, one at a time: tokens first, then states by rows."""
-    yield chunk.encode_tokens(sample.input_ids, sample.loss_mask)
+    """The sample's frames in order: tokens first, then states by rows. Each is yours to keep;
+    `Encoder` makes the same ones without new memory for each."""
+    yield bytes(chunk.encode_tokens(sample.input_ids, sample.loss_mask))
     for first, rows in row_blocks(sample.hidden_states, min(chunk_bytes, MAX_CHUNK_BYTES)):
-        yield chunk.encode_states(rows, first, codec)
+        yield bytes(chunk.encode_states(rows, first, codec))
 
 
 def header_of(sample: Sample, *, chunks: int, encoded_bytes: int, audit: bool) -> SampleHeader:
@@ -175,12 +179,21 @@ def header_of(sample: Sample, *, chunks: int, encoded_bytes: int, audit: bool) -
 
 
 class Assembler:
-    """Puts a sample together from its frames, which must come in order."""
+    """Puts a sample together from its frames, which must come in order.
 
-    def __init__(self, header: SampleHeader, dtype: str = "fp16") -> None:
+    With threads a frame may still be decoded when `add` has returned. It must not change until
+    `sample` or `close` has, and what is wrong with it is raised by a later `add`, or by `sample`.
+    """
+
+    def __init__(
+        self, header: SampleHeader, dtype: str = "fp16", workers: Workers = INLINE
+    ) -> None:
         """Allocates the sample's tensors. Raises what `SampleHeader.check` raises."""
         header.check()
         self.header = header
+        # A sample of one chunk gains nothing from another thread.
+        self._workers = workers if header.chunks > 2 else INLINE
+        self._decoding: deque[Future[chunk.ChunkHeader]] = deque()
         self._states = np.empty(
             (header.rows, header.layers, header.hidden),
             np.float16 if dtype == "fp16" else np.uint16,
@@ -191,7 +204,8 @@ class Assembler:
         self.chunks = 0
 
     def add(self, frame: chunk.Frame) -> None:
-        """Raises ChunkError, UnknownCodec or LimitExceeded; the sample must then be sent again."""
+        """Raises ChunkError, UnknownCodec or LimitExceeded; the sample must then be sent again,
+        and this be closed."""
         if self._tokens is None:
             self._tokens = self._checked_tokens(frame)
         else:
@@ -211,10 +225,12 @@ class Assembler:
     def sample(self) -> Sample:
         """The sample. Its digest is compared when the header carries one.
 
-        Raises MalformedChunk when the tensors are not those that the header speaks of.
+        Raises what `add` raises, MalformedChunk also when the tensors are not those that the
+        header speaks of.
         """
         assert self.done
         assert self._tokens is not None
+        self._await_decoding(0)
         header = self.header
         if self._encoded_bytes != header.encoded_bytes:
             raise MalformedChunk(f"{self._encoded_bytes} encoded bytes, not {header.encoded_bytes}")
@@ -232,6 +248,10 @@ class Assembler:
             raise MalformedChunk(f"sample {header.id} decodes to another digest")
         return sample
 
+    def close(self) -> None:
+        """It will not be completed. When this returns nothing is decoded any more."""
+        wait(self._decoding)
+
     def _checked_tokens(self, frame: chunk.Frame) -> tuple[np.ndarray, np.ndarray]:
         input_ids, loss_mask = chunk.decode_tokens(frame)
         if len(input_ids) != self.header.rows + 1:
@@ -244,5 +264,11 @@ class Assembler:
         header = chunk.read_header(frame)
         if header.first_row != self._rows:
             raise MalformedChunk(f"rows from {header.first_row} where {self._rows} was due")
-        chunk.decode_states(frame, self._states)
+        self._decoding.append(self._workers.submit(chunk.decode_states, frame, self._states))
+        self._await_decoding(self._workers.ahead)
         self._rows += header.rows
+
+    def _await_decoding(self, left: int) -> None:
+        """Until so many are under way at most."""
+        while len(self._decoding) > left:
+            self._decoding.popleft().result()

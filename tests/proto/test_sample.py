@@ -84,8 +84,8 @@ def test_trainers_may_write_into_what_they_get() -> None:
 
 
 FRAMES = encoded(sample(0, rows=24))[1]
-NARROW = chunk.encode_states(
-    np.zeros((8, LAYERS, HIDDEN - 1), np.float16), 0, codecs.by_name("raw")
+NARROW = bytes(
+    chunk.encode_states(np.zeros((8, LAYERS, HIDDEN - 1), np.float16), 0, codecs.by_name("raw"))
 )
 WRONG_ORDER: dict[str, list[bytes]] = {
     "states before tokens": [FRAMES[1]],

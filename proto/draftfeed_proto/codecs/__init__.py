@@ -1,47 +1,80 @@
-"""Chunk codecs: lossless transforms of chunks, named in configuration, numbered on disk."""
+"""Lossless codecs of chunks of states. Chunk headers carry a codec's number; configuration names
+a chooser, which tries codecs for each chunk."""
 
+import math
 from typing import Protocol
 
+import numpy as np
+
+from draftfeed_proto.codecs.packed import Packed
 from draftfeed_proto.codecs.raw import Raw
 from draftfeed_proto.codecs.zstd import ZstdPlanes
 from draftfeed_proto.errors import UnknownCodec
 
-__all__ = ["Codec", "by_name", "by_number", "names"]
+__all__ = ["PACKED", "Chooser", "Codec", "by_name", "by_number", "names"]
 
 
 class Codec(Protocol):
-    """Thread-safe. `check` and `decode` treat their input as hostile."""
+    """Thread-safe. States are 16-bit [rows, layers, hidden], the last axis contiguous, the others
+    with any strides; float16 for fp16, uint16 for the bit patterns of bf16."""
 
     name: str
     number: int
     """What a chunk header carries; never reused for another format."""
 
-    def encode(self, values: memoryview) -> bytes | memoryview:
-        """values: the chunk's decoded bytes."""
+    def encode(self, states: np.ndarray, out: memoryview) -> int:
+        """Bytes written into `out`, which is as large as the states or smaller; 0 when they do
+        not fit."""
         ...
 
-    def check(self, payload: memoryview, decoded_bytes: int) -> None:
-        """Called before anything is allocated. Raises MalformedChunk when the payload cannot
-        decode to that many bytes."""
-        ...
-
-    def decode(self, payload: memoryview, out: memoryview) -> None:
-        """Fill `out` with a payload that passed `check`. Raises MalformedChunk."""
+    def decode(self, payload: memoryview, out: np.ndarray) -> None:
+        """Fill the states `out`. Treats the payload as hostile, and checks every length before it
+        is used. Raises MalformedChunk; `out` may then hold anything."""
         ...
 
 
-_CODECS: tuple[Codec, ...] = (Raw(), ZstdPlanes())
+RAW, ZSTD, PACKED = Raw(), ZstdPlanes(), Packed()
+_CODECS: tuple[Codec, ...] = (RAW, ZSTD, PACKED)
+
+
+class Chooser:
+    """Encodes each chunk with the first of its codecs that saves enough, or else `raw`."""
+
+    def __init__(self, name: str, *codecs: tuple[Codec, float]) -> None:
+        """codecs: each with the share of the bytes that it must save to be taken."""
+        self.name = name
+        self._codecs = codecs
+
+    def encode(self, states: np.ndarray, out: memoryview) -> tuple[int, int]:
+        """(number of the codec that was taken, bytes it wrote into `out`).
+
+        out: at least as large as the states, so that `raw` fits.
+        """
+        size = states.nbytes
+        for codec, saving in self._codecs:
+            most = size - max(1, math.ceil(size * saving))
+            if written := codec.encode(states, out[:most]):
+                return codec.number, written
+        return RAW.number, RAW.encode(states, out[:size])
+
+
+_CHOOSERS = (
+    Chooser("raw"),
+    Chooser("zstd", (ZSTD, 0.0)),
+    # zstd takes several times as long, so it gets only what `packed` makes next to nothing of.
+    Chooser("packed", (PACKED, 0.03), (ZSTD, 0.0)),
+)
 
 
 def names() -> list[str]:
-    return [codec.name for codec in _CODECS]
+    return [chooser.name for chooser in _CHOOSERS]
 
 
-def by_name(name: str) -> Codec:
+def by_name(name: str) -> Chooser:
     """Raises UnknownCodec."""
-    for codec in _CODECS:
-        if codec.name == name:
-            return codec
+    for chooser in _CHOOSERS:
+        if chooser.name == name:
+            return chooser
     raise UnknownCodec(name, names())
 
 

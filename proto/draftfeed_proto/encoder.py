@@ -1,0 +1,68 @@
+"""The way out: samples as frames, in memory that is used again."""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, wait
+from itertools import cycle
+
+from draftfeed_proto import chunk
+from draftfeed_proto.codecs import Chooser
+from draftfeed_proto.limits import MAX_CHUNK_BYTES
+from draftfeed_proto.sample import DEFAULT_CHUNK_BYTES, Sample, row_blocks
+from draftfeed_proto.workers import INLINE, Workers
+
+
+class Encoder:
+    """Encodes one sample after the other, a few chunks ahead of whoever takes them.
+
+    Memory is taken once: a buffer for each thread, and one for the frame that is being read.
+    """
+
+    def __init__(
+        self, codec: Chooser, chunk_bytes: int = DEFAULT_CHUNK_BYTES, threads: int = 1
+    ) -> None:
+        self._codec = codec
+        self._chunk_bytes = min(chunk_bytes, MAX_CHUNK_BYTES)
+        self._workers = Workers(threads)
+        self._buffers = [memoryview(b"")] * (1 + self._workers.ahead)
+        self._busy = False
+
+    def frames(self, sample: Sample) -> Generator[memoryview, None, None]:
+        """The sample's frames in order: tokens first, then states by rows. Each is valid until the
+        next is asked for.
+
+        Read them all or close the iterator: only then may the states change, and another sample's
+        frames be asked for.
+        """
+        assert not self._busy, "the frames of another sample are being read"
+        self._busy = True
+        pending: deque[Future[memoryview]] = deque()
+        try:
+            yield chunk.encode_tokens(sample.input_ids, sample.loss_mask)
+            yield from self._states(sample, pending)
+        finally:
+            wait(pending)
+            self._busy = False
+
+    def close(self) -> None:
+        self._workers.close()
+
+    def _states(self, sample: Sample, pending: "deque[Future[memoryview]]") -> Iterator[memoryview]:
+        states = sample.hidden_states
+        # A sample of one chunk gains nothing from another thread.
+        workers = self._workers if states.nbytes > self._chunk_bytes else INLINE
+        buffers = cycle(self._buffers_for(sample))
+        for first, rows in row_blocks(states, self._chunk_bytes):
+            work = (rows, first, self._codec, next(buffers))
+            pending.append(workers.submit(chunk.encode_states, *work))
+            if len(pending) > workers.ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+    def _buffers_for(self, sample: Sample) -> list[memoryview]:
+        _, layers, hidden = sample.hidden_states.shape
+        size = chunk.frame_bytes(max(self._chunk_bytes, 2 * layers * hidden))
+        if len(self._buffers[0]) < size:
+            self._buffers = [memoryview(bytearray(size)) for _ in self._buffers]
+        return self._buffers
