@@ -11,7 +11,7 @@ from draftfeed_proto.codecs.raw import Raw
 from draftfeed_proto.codecs.zstd import ZstdPlanes
 from draftfeed_proto.errors import UnknownCodec
 
-__all__ = ["PACKED", "Chooser", "Codec", "by_name", "by_number", "names"]
+__all__ = ["PACKED", "Chooser", "Codec", "by_name", "by_number", "names", "packing"]
 
 
 class Codec(Protocol):
@@ -58,12 +58,13 @@ class Chooser:
         return RAW.number, RAW.encode(states, out[:size])
 
 
-_CHOOSERS = (
-    Chooser("raw"),
-    Chooser("zstd", (ZSTD, 0.0)),
+def packing(codec: Codec) -> Chooser:
+    """What configuration calls `packed`. codec: PACKED, or one of its implementations."""
     # zstd takes several times as long, so it gets only what `packed` makes next to nothing of.
-    Chooser("packed", (PACKED, 0.03), (ZSTD, 0.0)),
-)
+    return Chooser(PACKED.name, (codec, 0.03), (ZSTD, 0.0))
+
+
+_CHOOSERS = (Chooser("raw"), Chooser("zstd", (ZSTD, 0.0)), packing(PACKED))
 
 
 def names() -> list[str]:
