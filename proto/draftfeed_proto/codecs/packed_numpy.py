@@ -24,7 +24,7 @@ MAX_EXCEPTIONS = 2048
 """Of a block that we write."""
 SAMPLED_ROWS = 32
 MIN_ROWS_FOR_BASES = 24
-COUNTED_CHANNELS = 256
+COUNTED_CHANNELS = 64
 WINDOW = 32
 """Exponents of which the most frequent get a rank."""
 
@@ -348,7 +348,7 @@ def _encode_block(words: Words, digits: "_Digits", spare: int, low: bool, writer
     if low:
         bits = words.astype(np.uint8)
         bits &= 7
-        writer.two_bits(bits & 3)
+        writer.two_bits(bits & np.uint8(3))
         writer.write(np.packbits(bits >> 2, bitorder="little"))
     for plane in digits.planes:
         writer.two_bits(plane)
