@@ -4,6 +4,7 @@ Run by hand (`python proto/vectors/make.py`), and only when the protocol itself 
 that comes out different from its file means that old peers and old spools can no longer be read.
 """
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ def files() -> dict[str, str]:
     vectors = {
         "messages.json": messages(),
         "chunks.json": chunks(),
+        "packed.json": packed(),
         "descriptors.json": [descriptor(each) for each in (MINIMAL, FULL)],
         "ids.json": ids(),
         "sample.json": whole_sample(),
@@ -192,11 +194,76 @@ def chunks() -> list[dict[str, Any]]:
     """zstd's output differs between versions of the library: its vector freezes decoding alone."""
     tokens, first, second = frames()
     zstd = chunk.encode_states(compressible(), 4, codecs.by_name("zstd"))
-    named = {"tokens": tokens, "raw": first, "raw-last": second, "zstd": zstd}
+    packed = chunk.encode_states(states("chunk", (24, 2, 16)), 0, codecs.by_name("packed"))
+    named = {"tokens": tokens, "raw": first, "raw-last": second, "packed": packed, "zstd": zstd}
     return [
         {"name": name, "decoded": chunk.decode_chunk(frame)[1].hex(), "frame": frame.hex()}
         for name, frame in named.items()
     ]
+
+
+def states(name: str, shape: tuple[int, int, int], kind: str = "fp16") -> np.ndarray:
+    """Of that shape [rows, layers, hidden], with exponents around each channel's own. The same in
+    every language: 32 bits of SHAKE128(name) make a value. kind: fp16, bf16, or exact, which is
+    fp16 with low bits."""
+    bits = hashlib.shake_128(name.encode()).digest(4 * int(np.prod(shape)))
+    first, second = np.frombuffer(bits, "<u2").reshape(2, *shape).astype(np.uint16)
+    exponents = np.bitwise_count(first & 0xFF) + np.arange(shape[2], dtype=np.uint16) % 5
+    if kind == "bf16":
+        return second & 0x807F | exponents + 110 << 7
+    signs_and_mantissas = second & (0x83FF if kind == "exact" else 0x83F8)
+    return (signs_and_mantissas | exponents + 4 << 10).view(np.float16)
+
+
+def odd(values: np.ndarray) -> np.ndarray:
+    """Every 61st value is a zero, a subnormal, the largest, an infinity or a NaN instead."""
+    fp16 = [0, 0x8000, 1, 0x83FF, 0x7BFF, 0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFFFF]
+    bf16 = [0, 0x8000, 1, 0x807F, 0x7F7F, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF]
+    words = values.view(np.uint16).reshape(-1)[::61]
+    words[:] = np.resize(fp16 if values.dtype == np.float16 else bf16, len(words))
+    return values
+
+
+def packed() -> list[dict[str, Any]]:
+    """Payloads with and without each flag, with exceptions, of one block and more."""
+    named = {
+        "fp16": odd(states("fp16", (25, 2, 17))),
+        "fp16-low": odd(states("fp16-low", (25, 2, 17), "exact")),
+        "fp16-few-rows": states("fp16-few-rows", (5, 3, 33)),
+        "fp16-few-rows-low": states("fp16-few-rows-low", (5, 3, 33), "exact"),
+        "bf16": odd(states("bf16", (25, 2, 17), "bf16")),
+        "bf16-few-rows": states("bf16-few-rows", (5, 3, 33), "bf16"),
+        # Blocks of 32,768 and 32 values; the first ends within a row.
+        "bf16-blocks": odd(states("bf16-blocks", (41, 1, 800), "bf16")),
+    }
+    vectors = [payload(name, values) for name, values in named.items()]
+    return [*vectors, foreign(vectors[0])]
+
+
+def payload(name: str, values: np.ndarray) -> dict[str, Any]:
+    out = memoryview(bytearray(values.nbytes))
+    size = codecs.PACKED.encode(values, out)
+    assert size, name
+    decoded = values.view(np.uint16).swapaxes(0, 1).astype("<u2").tobytes()
+    large = len(decoded) > 1 << 14
+    return {
+        "name": name,
+        "dtype": "fp16" if values.dtype == np.float16 else "bf16",
+        **dict(zip(("rows", "layers", "hidden"), values.shape, strict=True)),
+        "decoded": None if large else decoded.hex(),
+        "decoded_sha256": hashlib.sha256(decoded).hexdigest(),
+        "payload": out[:size].hex(),
+    }
+
+
+def foreign(vector: dict[str, Any]) -> dict[str, Any]:
+    """As another encoder may write it: in the first layer's table exponents beyond those of fp16,
+    which count modulo 32, and bits that mean nothing behind its bases."""
+    data = bytearray.fromhex(vector["payload"])
+    for place in range(2, 2 + 25):
+        data[place] |= 0xE0
+    data[2 + 25 + vector["hidden"] // 2] |= 0xF0
+    return {**vector, "name": "fp16-foreign", "payload": data.hex()}
 
 
 def descriptor(value: Descriptor) -> dict[str, Any]:

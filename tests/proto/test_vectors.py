@@ -15,10 +15,12 @@ import zstandard
 
 from draftfeed_proto import chunk
 from draftfeed_proto import messages as m
+from draftfeed_proto.codecs.packed import Implementation, available
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.sample import Assembler, SampleHeader
 from frames import CHECKSUM, FIELDS, HEADER_BYTES, NAMES, seal
+from packed_by_hand import unpack
 
 VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 
@@ -28,7 +30,7 @@ def load(name: str) -> Any:
 
 
 MESSAGES, CHUNKS, DESCRIPTORS = load("messages"), load("chunks"), load("descriptors")
-SAMPLE, IDS = load("sample"), load("ids")
+SAMPLE, IDS, PACKED = load("sample"), load("ids"), load("packed")
 by_name = {"argvalues": CHUNKS, "ids": [vector["name"] for vector in CHUNKS]}
 
 
@@ -41,7 +43,7 @@ def made() -> dict[str, str]:
     return module.files()
 
 
-@pytest.mark.parametrize("name", ["messages", "chunks", "descriptors", "ids", "sample"])
+@pytest.mark.parametrize("name", ["messages", "chunks", "packed", "descriptors", "ids", "sample"])
 def test_frozen(name: str) -> None:
     """If this fails, old peers and old spools can no longer be read: change the code, not the
     file. Only zstd's own output may differ, between versions of the library."""
@@ -87,10 +89,13 @@ def parse(frame: bytes) -> tuple[dict[str, Any], bytes]:
     return fields, payload
 
 
-def unpacked(codec: int, payload: bytes) -> bytes:
-    if codec == 0:
+def unpacked(fields: dict[str, Any], payload: bytes) -> bytes:
+    if fields["codec"] == 0:
         return payload
-    assert codec == 1
+    if fields["codec"] == 2:
+        words = unpack(payload, fields["rows"], fields["layers"], fields["hidden"], bf16=False)
+        return np.array(words, "<u2").tobytes()
+    assert fields["codec"] == 1
     planes = zstandard.ZstdDecompressor().decompress(payload)
     half = len(planes) // 2
     return bytes(byte for pair in zip(planes[:half], planes[half:], strict=True) for byte in pair)
@@ -99,7 +104,7 @@ def unpacked(codec: int, payload: bytes) -> bytes:
 @pytest.mark.parametrize("vector", **by_name)
 def test_chunk_read_by_hand(vector: dict[str, Any]) -> None:
     fields, payload = parse(bytes.fromhex(vector["frame"]))
-    values = unpacked(fields["codec"], payload)
+    values = unpacked(fields, payload)
     assert values.hex() == vector["decoded"]
     assert fields["decoded_bytes"] == len(values)
     per_row = 2 * fields["layers"] * fields["hidden"] if fields["kind"] else 5
@@ -111,9 +116,10 @@ def test_chunk_read_by_draftfeed(vector: dict[str, Any]) -> None:
     assert chunk.decode_chunk(bytes.fromhex(vector["frame"]))[1].hex() == vector["decoded"]
 
 
-def test_both_codecs_and_kinds_have_a_vector() -> None:
+def test_every_codec_and_kind_has_a_vector() -> None:
     parsed = [parse(bytes.fromhex(vector["frame"]))[0] for vector in CHUNKS]
-    assert {(fields["kind"], fields["codec"]) for fields in parsed} == {(0, 0), (1, 0), (1, 1)}
+    pairs = {(fields["kind"], fields["codec"]) for fields in parsed}
+    assert pairs == {(0, 0), (1, 0), (1, 1), (1, 2)}
 
 
 @pytest.mark.parametrize("level", [-5, 1, 19])
@@ -125,6 +131,41 @@ def test_zstd_frames_of_any_level_and_with_a_checksum_are_read(level: int) -> No
     other = zstandard.ZstdCompressor(level=level, write_checksum=True).compress(planes)
     header = FIELDS.pack(*(fields | {"encoded_bytes": len(other)}).values())
     assert chunk.decode_chunk(seal(header, other))[1].hex() == vector["decoded"]
+
+
+# payloads of `packed`
+
+by_packed_name = {"argvalues": PACKED, "ids": [vector["name"] for vector in PACKED]}
+IMPLEMENTATIONS = available().implementations
+
+
+def is_decoded(vector: dict[str, Any], values: bytes) -> bool:
+    if hashlib.sha256(values).hexdigest() != vector["decoded_sha256"]:
+        return False
+    return vector["decoded"] in (None, values.hex())
+
+
+@pytest.mark.parametrize("vector", **by_packed_name)
+def test_packed_read_by_hand(vector: dict[str, Any]) -> None:
+    shape = (vector["rows"], vector["layers"], vector["hidden"])
+    words = unpack(bytes.fromhex(vector["payload"]), *shape, bf16=vector["dtype"] == "bf16")
+    assert is_decoded(vector, np.array(words, "<u2").tobytes())
+
+
+@pytest.mark.parametrize("codec", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+@pytest.mark.parametrize("vector", **by_packed_name)
+def test_packed_read_by_draftfeed(codec: Implementation, vector: dict[str, Any]) -> None:
+    out = np.empty(
+        (vector["layers"], vector["rows"], vector["hidden"]),
+        np.uint16 if vector["dtype"] == "bf16" else np.float16,
+    )
+    codec.decode(memoryview(bytes.fromhex(vector["payload"])), out.swapaxes(0, 1))
+    assert is_decoded(vector, out.tobytes())
+
+
+def test_every_flag_of_packed_has_a_vector() -> None:
+    flags = {(vector["dtype"], bytes.fromhex(vector["payload"])[1]) for vector in PACKED}
+    assert flags == {*(("fp16", flags) for flags in range(4)), ("bf16", 0), ("bf16", 2)}
 
 
 # descriptors, ids, samples
