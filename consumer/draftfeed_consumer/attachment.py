@@ -26,6 +26,7 @@ from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.errors import DescriptorMismatch, IncompatibleVersion, ProtoError
 from draftfeed_proto.ids import IdSet
+from draftfeed_proto.workers import INLINE, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that the trainer holds at once."""
     term: int = 1
     """To begin with; that of the leader when this is another rank."""
+    workers: Workers = INLINE
+    """Decode what arrives. Not owned."""
 
     def check_room(self, sample_bytes: int) -> None:
         """A trainer that waits for its next sample holds those of a step, and nothing would ever
@@ -225,7 +228,7 @@ class Attachment:
         if fault := self._misfit(peer, granted):
             return [fault]
         self.descriptor = granted.descriptor
-        peer.grant(granted, self._room, self._ledger)
+        peer.grant(granted, self._room, self._ledger, self._options.workers)
         self._ledger.follow(self.term, granted.commit_number)
         actions = self._fences()
         if not self._attached and self._complete:

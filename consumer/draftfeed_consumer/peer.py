@@ -6,6 +6,7 @@ from draftfeed_consumer.ledger import Ledger
 from draftfeed_consumer.reception import Reception, Room
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import SampleId
+from draftfeed_proto.workers import Workers
 
 State = Literal["down", "linked", "fenced", "granted", "open", "done", "out"]
 """down: no link. linked: a link, and nothing said. fenced: asked for the term. granted. open:
@@ -73,9 +74,9 @@ class Peer:
     def owner_of(self, id: SampleId) -> bool:
         return self.granted is not None and id.partition in self.granted.shards
 
-    def grant(self, granted: m.Granted, room: Room, ledger: Ledger) -> None:
+    def grant(self, granted: m.Granted, room: Room, ledger: Ledger, workers: Workers) -> None:
         self.granted = granted
-        self.reception = Reception(granted, room, ledger)
+        self.reception = Reception(granted, room, ledger, workers)
         self.state = "granted"
 
     def say(self, kind: type[_M], **fields: Any) -> _M:

@@ -9,6 +9,7 @@ from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedChunk, MalformedMessage, ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Assembler, Sample
+from draftfeed_proto.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,14 @@ class Received(NamedTuple):
 class Reception:
     """From Granted to the end of the session. A half-received sample dies with it."""
 
-    def __init__(self, granted: m.Granted, room: Room, ledger: Ledger) -> None:
+    def __init__(self, granted: m.Granted, room: Room, ledger: Ledger, workers: Workers) -> None:
+        """workers: decode what arrives; a few chunks may then be undecoded when `received` has
+        returned, never one of a sample that it gave."""
         self.granted = granted
         self.term, self.session = granted.term, granted.session
         self.offers: deque[tuple[SampleId, int]] = deque()
         """(id, decoded bytes), in the producer's order."""
-        self._room, self._ledger = room, ledger
+        self._room, self._ledger, self._workers = room, ledger, workers
         self._due: dict[SampleId, int] = {}
         """Granted and not yet complete, with the bytes reserved for each."""
         self._given_up: set[SampleId] = set()
@@ -101,11 +104,17 @@ class Reception:
 
     def close(self) -> None:
         """The session is over: nothing that was due will come."""
+        self._drop_half()
         for size_bytes in self._due.values():
             self._room.cancel(size_bytes)
         self._due.clear()
         self.offers.clear()
-        self._assembler = None
+
+    def _drop_half(self) -> None:
+        """What came of a sample, if any. Its room is free only when nothing is decoded into it."""
+        if self._assembler is not None:
+            self._assembler.close()
+            self._assembler = None
 
     def _offered(self, samples: list[tuple[SampleId, int]]) -> None:
         known = {*self._due, *(id for id, _ in self.offers)}
@@ -127,7 +136,7 @@ class Reception:
             return  # its chunks are passed over
         if self._due.get(header.id) != header.decoded_bytes:
             raise MalformedMessage(f"sample {header.id} was not granted with this size")
-        self._assembler = Assembler(header, self.granted.descriptor.dtype)
+        self._assembler = Assembler(header, self.granted.descriptor.dtype, self._workers)
 
     def _chunk(self, message: m.Chunk, frame: memoryview | None) -> list[Reply | Received]:
         if frame is None:
@@ -164,7 +173,7 @@ class Reception:
     def _refuse(self, id: SampleId, reason: str) -> list[Reply | Received]:
         """Damaged: drop what came, keep its place, ask for it again."""
         logger.warning("sample %s arrived damaged (%s); asking again", id, reason)
-        self._assembler = None
+        self._drop_half()
         self._room.cancel(self._due.pop(id))
         self._end_seen = False
         words = reason[:REASON_CHARS]

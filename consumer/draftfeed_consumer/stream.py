@@ -18,9 +18,11 @@ from draftfeed_consumer.ledger import Ledger, parse, plain
 from draftfeed_consumer.membership import Membership
 from draftfeed_consumer.ranks import Agreement, Life, Ranks
 from draftfeed_consumer.statistics import ClientStatistics
+from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
+from draftfeed_proto.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +82,16 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         attach: Attach = Attach(),  # noqa: B008 - frozen
         ranks: Ranks | None = None,
     ) -> None:
-        """Begins to attach and returns at once. Raises ValueError when `attach` does not fit.
+        """Begins to attach and returns at once. Raises ValueError when `attach` does not fit, and
+        UnavailableISA when the environment asks for a codec that cannot run here.
 
         observe: called in another thread with every sample that arrives.
         """
         _check_without(attach, config.producer.addresses)
         self._config, self._attach, self._ranks = config, attach, ranks
         self._process = secrets.token_hex(8)
+        codecs.PACKED.prepare()
+        self._workers = Workers(config.buffer.decode_threads)
         self._buffer = Buffer(config.buffer)
         self._ledger = Ledger()
         self._client = Client(config.producer, self._buffer, self._ledger, observe)
@@ -119,6 +124,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
             capacity_bytes=self._config.buffer.capacity_bytes,
             batch_samples=self._config.buffer.batch_samples,
             term=term,
+            workers=self._workers,
         )
         addresses = self._config.producer.addresses
         return Membership(addresses, identity, self._buffer, self._ledger, options)
@@ -354,6 +360,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         failed is given to nobody any more.
         """
         self._client.close(failed)
+        self._workers.close()
 
 
 def _check_without(attach: Attach, addresses: tuple[str, ...]) -> None:

@@ -36,6 +36,7 @@ from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.service import open_prompts
 from draftfeed_producer.sources import PromptSource
 from draftfeed_producer.target import load_target
+from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
@@ -85,8 +86,9 @@ class Findings(NamedTuple):
 
 
 def run_check(config: ProducerConfig, where: str, console: Console) -> Findings:
-    """Raises ConfigError, and what the engine and its line raise."""
+    """Raises ConfigError, UnavailableISA, and what the engine and its line raise."""
     short = bounded(config, where)
+    codecs.PACKED.prepare()
     with ExitStack() as stack:
         with phase(console, "reading the prompt file and loading the target"):
             source = open_prompts(config, stack)

@@ -4,7 +4,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +19,9 @@ from draftfeed_producer.server import Server
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.encoder import Encoder
 from draftfeed_proto.ids import IdSet, SampleId, Shards
-from draftfeed_proto.sample import Sample, decoded_bytes, encode_chunks
+from draftfeed_proto.sample import Sample, decoded_bytes
 
 PASSAGE_SECONDS = 120.0
 COMMIT_SECONDS = 20.0
@@ -76,13 +77,14 @@ def pass_through(
 
 
 def _time_encoding(config: SpoolConfig, samples: Sequence[Sample]) -> float:
-    """In one thread, as the producer does it."""
+    """As the producer does it."""
     codec = codecs.by_name(config.codec)
-    began = time.monotonic()
-    for sample in samples:
-        for _ in encode_chunks(sample, codec, config.chunk_bytes):
-            pass
-    return time.monotonic() - began
+    with closing(Encoder(codec, config.chunk_bytes, config.encode_threads)) as encoder:
+        began = time.monotonic()
+        for sample in samples:
+            for _ in encoder.frames(sample):
+                pass
+        return time.monotonic() - began
 
 
 @contextmanager

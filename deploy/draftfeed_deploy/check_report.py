@@ -77,7 +77,9 @@ def _rates(config: ProducerConfig, findings: Findings) -> Iterator[str]:
     ratio = passage.logical_bytes / passage.encoded_bytes
     encode = megabytes / max(passage.encode_seconds, 1e-6)
     loopback = megabytes / max(passage.loopback_seconds, 1e-6)
-    yield f"encode      {config.spool.codec}, ratio {ratio:.3f}, {encode:,.0f} MB/s on one core"
+    spool = config.spool
+    threads = f"encode_threads = {spool.encode_threads}"
+    yield f"encode      {spool.codec}, ratio {ratio:.3f}, {encode:,.0f} MB/s with {threads}"
     yield f"loopback    {loopback:,.0f} MB/s, {megabytes:.1f} MB of hidden states"
 
 

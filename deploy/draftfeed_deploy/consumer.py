@@ -22,6 +22,7 @@ from draftfeed_deploy.errors import CommitUnknown, ConfigError
 from draftfeed_deploy.foreground import GentleStop, interrupt, on_signal, open_log, watched
 from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.records import ConsumerSnapshot, ReceivedSample, Step
+from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
@@ -80,7 +81,7 @@ def _open_stream(
     observe = _received_to(samples) if samples else None
     try:
         stream = HiddenStateStream(config.stream, observe, attach, ranks)
-    except ConsumerError:
+    except (ConsumerError, ProtoError):
         raise
     except ValueError as error:
         raise ConfigError("command line", str(error)) from None

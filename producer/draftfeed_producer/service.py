@@ -20,6 +20,7 @@ from draftfeed_producer.sources import PromptSource, file_source, synthetic_sour
 from draftfeed_producer.spool import Spool, SpoolStatistics
 from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.target import Target, load_target
+from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import MAX_SAMPLE_BYTES
@@ -73,7 +74,9 @@ class ProducerService:
         self._counters: tuple[LayerCounters, ...] = ()
 
     def run(self) -> None:
-        """Returns when every prompt is terminal, or after `stop`. Raises ProducerError."""
+        """Returns when every prompt is terminal, or after `stop`. Raises ProducerError, and
+        UnavailableISA when the environment asks for a codec that cannot run here."""
+        codecs.PACKED.prepare()
         with ExitStack() as stack:
             source = open_prompts(self._config, stack)
             listener = Listener(self._config.server)

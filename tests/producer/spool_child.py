@@ -41,9 +41,12 @@ def open_and_say(directory: str) -> None:
         sys.stdout.write(str(error))
 
 
-def fill_the_disk(directory: str) -> None:
+def fill_the_disk(directory: str, chunk_bytes: str = "4194304", threads: str = "1") -> None:
     """One sample fits, the next meets the limit halfway, then there is room again."""
-    spool = Spool(SpoolConfig(dir=Path(directory)), DESCRIPTOR, SHARDS)
+    config = SpoolConfig(
+        dir=Path(directory), chunk_bytes=int(chunk_bytes), encode_threads=int(threads)
+    )
+    spool = Spool(config, DESCRIPTOR, SHARDS)
     spool.append(sample(0))
     _limit_files(spool.statistics().bytes + 9000)
     try:

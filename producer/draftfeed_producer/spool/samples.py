@@ -55,7 +55,9 @@ class Samples:
         self._number = max([*self._segments, *(number for number, _ in voids)], default=0)
         return [damage for damage in damages if not is_void(damage, voids)]
 
-    def append(self, frames: Iterable[bytes], header_of: HeaderOf, *, ahead: bool) -> Record:
+    def append(
+        self, frames: Iterable[bytes | memoryview], header_of: HeaderOf, *, ahead: bool
+    ) -> Record:
         """Durable as the fsync policy says when it returns. `ahead`: the disk has room for blocks
         to be taken in advance. Raises OSError; nothing of the record is left then."""
         try:

@@ -112,7 +112,7 @@ class Segment:
         """Blocks taken ahead of what is written."""
         return spare_bytes(self._fd)
 
-    def append(self, frames: Iterable[bytes], header_of: HeaderOf) -> Record:
+    def append(self, frames: Iterable[bytes | memoryview], header_of: HeaderOf) -> Record:
         """Write one record; the header is made when its frames are counted.
 
         Raises OSError and what `frames` and `header_of` raise; the segment then ends where it ended

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from draftfeed_producer.errors import SpoolDamaged, SpoolError, SpoolFull
@@ -24,8 +24,9 @@ from draftfeed_producer.spool.segments import Damage, Record
 from draftfeed_producer.spool.space import Space
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.encoder import Encoder
 from draftfeed_proto.ids import IdSet, SampleId, Shards
-from draftfeed_proto.sample import Sample, SampleHeader, encode_chunks, header_of
+from draftfeed_proto.sample import Sample, SampleHeader, header_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Spool:
         when its control log is, SpoolError when the directory cannot be used.
         """
         self._config = config
-        self._codec = codecs.by_name(config.codec)
+        codec = codecs.by_name(config.codec)
+        self._encoder = Encoder(codec, config.chunk_bytes, config.encode_threads)
         self._space = Space(config)
         self._committed = IdSet()
         self._kept_bytes: int | None = None
@@ -66,6 +68,7 @@ class Spool:
         stream_id = descriptor.stream_id()
         self._samples = Samples(config.dir, stream_id, segment_bytes, config.fsync)
         with ExitStack() as stack:
+            stack.callback(self._encoder.close)
             stack.callback(os.close, lock(config.dir, create=True))
             owner = Owner.of(descriptor, shards, config.shards)
             claim(config.dir, owner)
@@ -90,10 +93,10 @@ class Spool:
                 sample, chunks=chunks, encoded_bytes=encoded_bytes, audit=self._config.audit
             )
 
-        frames = encode_chunks(sample, self._codec, self._config.chunk_bytes)
         ahead = self._space.left(0) > AHEAD_BYTES
         try:
-            record = self._samples.append(frames, header, ahead=ahead)
+            with closing(self._encoder.frames(sample)) as frames:
+                record = self._samples.append(frames, header, ahead=ahead)
         except OSError as error:
             self._space.refused(error, sample.hidden_states.nbytes)
             raise SpoolFull(self._config.dir, error) from error

@@ -53,7 +53,7 @@ def draw(seed: int, faults: int, producers: int) -> Plan:
         samples=faults * SAMPLES_PER_FAULT,
         fsync=rng.choice(["always", "interval", "never"]),
         keep_checkpoints=rng.choice([1, 2, 3]),
-        codec=rng.choice(["raw", "zstd"]),
+        codec=rng.choice(["raw", "zstd", "packed"]),
         chunk_bytes=rng.choice([8_000, 20_000, 1_000_000]),
         checkpoint_steps=rng.choice([5, 10, 20]),
         batch_samples=rng.choice([1, 2, 3]),
