@@ -21,8 +21,8 @@ typedef __m256i v256;
 #define MOVE_UP(m, i) ((uint64_t)(BIT(m, i) ? BELOW(m, i) : 0x80) << 8 * (i))
 #define FOUR(f, m) EACH_BIT(f, m), EACH_BIT(f, m + 1u), EACH_BIT(f, m + 2u), EACH_BIT(f, m + 3u)
 #define SIXTEEN(f, m) FOUR(f, m), FOUR(f, m + 4u), FOUR(f, m + 8u), FOUR(f, m + 12u)
-#define SIXTY_FOUR(f, m) SIXTEEN(f, m), SIXTEEN(f, m + 16u), SIXTEEN(f, m + 32u), SIXTEEN(f, m + 48u)
-#define ALL(f) {SIXTY_FOUR(f, 0u), SIXTY_FOUR(f, 64u), SIXTY_FOUR(f, 128u), SIXTY_FOUR(f, 192u)}
+#define QUARTER(f, m) SIXTEEN(f, m), SIXTEEN(f, m + 16u), SIXTEEN(f, m + 32u), SIXTEEN(f, m + 48u)
+#define ALL(f) {QUARTER(f, 0u), QUARTER(f, 64u), QUARTER(f, 128u), QUARTER(f, 192u)}
 static const uint64_t COMPACT[256] = ALL(MOVE_DOWN), SPREAD[256] = ALL(MOVE_UP);
 
 TARGET static void centres(const uint16_t *const rows[], size_t count, size_t n, int bf16,
@@ -36,10 +36,8 @@ INLINE v256 twice(const void *at) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)at));
 }
 
-/* Two vectors of 16-bit lanes below 256 -> one of bytes, in order. */
-INLINE v256 bytes(v256 a, v256 b) {
-    return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xD8);
-}
+/* What packs or unpacks two vectors does so in each of their halves. */
+INLINE v256 in_order(v256 v) { return _mm256_permute4x64_epi64(v, 0xD8); }
 
 INLINE uint32_t first_lanes(size_t n) { return n < 32 ? (1u << n) - 1 : ~0u; }
 
@@ -52,10 +50,18 @@ INLINE void advance(const struct layer *layer, struct cursor *at, size_t n) {
     }
 }
 
+/* Of two vectors of 16-bit lanes. */
+INLINE uint32_t nonzero(v256 a, v256 b) {
+    const v256 zero = _mm256_setzero_si256();
+    v256 zeros = _mm256_packs_epi16(_mm256_cmpeq_epi16(a, zero), _mm256_cmpeq_epi16(b, zero));
+    return ~(uint32_t)_mm256_movemask_epi8(in_order(zeros));
+}
+
 INLINE int split_inline(const struct layer *layer, struct cursor *cursor, size_t n, size_t first,
                         uint8_t *heads, uint8_t *ranks, uint8_t *low, struct exceptions *exceptions,
                         int bf16, int has_low) {
-    const v256 window = _mm256_set1_epi8((char)layer->window), byte = _mm256_set1_epi16(0xFF);
+    const v256 apart = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
     const v256 ranks_low = twice(layer->rank_of), ranks_high = twice(layer->rank_of + 16);
     const v256 none = _mm256_set1_epi8(-1), seven = _mm256_set1_epi16(7);
     const ptrdiff_t next_row = (ptrdiff_t)layer->hidden + cursor->skip;
@@ -73,10 +79,11 @@ INLINE int split_inline(const struct layer *layer, struct cursor *cursor, size_t
             y = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(b, 2), middle),
                                 _mm256_srli_epi16(b, 15));
         }
-        v256 head = bytes(_mm256_and_si256(x, byte), _mm256_and_si256(y, byte));
-        v256 in_window = bytes(_mm256_srli_epi16(x, 8), _mm256_srli_epi16(y, 8));
-        v256 base = load(layer->bases + at.channel);
-        in_window = _mm256_sub_epi8(_mm256_sub_epi8(in_window, base), window);
+        x = _mm256_shuffle_epi8(x, apart);
+        y = _mm256_shuffle_epi8(y, apart);
+        v256 head = in_order(_mm256_unpacklo_epi64(x, y));
+        v256 in_window = in_order(_mm256_unpackhi_epi64(x, y));
+        in_window = _mm256_sub_epi8(in_window, load(layer->bases + at.channel));
         if (!bf16) in_window = _mm256_and_si256(in_window, _mm256_set1_epi8(31));
         v256 rank = _mm256_blendv_epi8(_mm256_shuffle_epi8(ranks_low, in_window),
                                        _mm256_shuffle_epi8(ranks_high, in_window),
@@ -85,26 +92,17 @@ INLINE int split_inline(const struct layer *layer, struct cursor *cursor, size_t
             v256 outside = _mm256_max_epu8(in_window, _mm256_set1_epi8(WINDOW));
             rank = _mm256_or_si256(rank, _mm256_cmpeq_epi8(outside, in_window));
         }
-        uint32_t marked = (uint32_t)_mm256_movemask_epi8(rank);
-        rank = _mm256_andnot_si256(_mm256_cmpeq_epi8(rank, none), rank);
-        if (!bf16 && !has_low && !_mm256_testz_si256(_mm256_or_si256(a, b), seven)) {
-            v256 zero = _mm256_setzero_si256();
-            v256 exact = _mm256_packs_epi16(_mm256_cmpeq_epi16(_mm256_and_si256(a, seven), zero),
-                                            _mm256_cmpeq_epi16(_mm256_and_si256(b, seven), zero));
-            exact = _mm256_permute4x64_epi64(exact, 0xD8);
-            marked |= ~(uint32_t)_mm256_movemask_epi8(exact);
+        uint32_t marked = (uint32_t)_mm256_movemask_epi8(rank); /* those of NO_RANK */
+        int inexact = !bf16 && !has_low && !_mm256_testz_si256(_mm256_or_si256(a, b), seven);
+        if (__builtin_expect(inexact || marked, 0)) {
+            rank = _mm256_andnot_si256(_mm256_cmpeq_epi8(rank, none), rank);
+            if (inexact) marked |= nonzero(_mm256_and_si256(a, seven), _mm256_and_si256(b, seven));
+            if (!except(exceptions, at.values, marked & first_lanes(n - i), first + i)) return 0;
         }
-        marked &= first_lanes(n - i);
-        if (__builtin_expect(marked != 0, 0)) {
-            if (exceptions->count + (size_t)_mm_popcnt_u32(marked) > MAX_EXCEPTIONS) return 0;
-            for (; marked; marked &= marked - 1) {
-                unsigned lane = (unsigned)__builtin_ctz(marked);
-                exceptions->positions[exceptions->count] = (uint16_t)(first + i + lane);
-                exceptions->values[exceptions->count++] = at.values[lane];
-            }
+        if (has_low) {
+            v256 bits = _mm256_packus_epi16(_mm256_and_si256(a, seven), _mm256_and_si256(b, seven));
+            store(low + i, in_order(bits));
         }
-        if (has_low)
-            store(low + i, bytes(_mm256_and_si256(a, seven), _mm256_and_si256(b, seven)));
         store(ranks + i, rank);
         if (n - i < 32) {
             uint8_t last[32];
@@ -133,29 +131,36 @@ INLINE uint8_t *compact(__m128i v, uint32_t mask, uint8_t *to) {
     return to + _mm_popcnt_u32(mask);
 }
 
-TARGET static size_t pack(const uint8_t *ranks, size_t n, uint8_t *digits, uint8_t *rest) {
+/* 32 ranks -> their digits, four in the low byte of each 32 bits; what is 3 or more goes to `*to`,
+   less 3. */
+INLINE v256 take_digits(const uint8_t *ranks, uint8_t **to) {
     const v256 three = _mm256_set1_epi8(3);
-    const v256 gather = _mm256_set1_epi32(0x0C080400); /* the low byte of each 32 bits */
+    v256 rank = load(ranks), digit = _mm256_min_epu8(rank, three);
+    uint32_t more = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(digit, three));
+    v256 less = _mm256_sub_epi8(rank, three);
+    __m128i a = _mm256_castsi256_si128(less), b = _mm256_extracti128_si256(less, 1);
+    *to = compact(a, more & 0xFF, *to);
+    *to = compact(_mm_unpackhi_epi64(a, a), more >> 8 & 0xFF, *to);
+    *to = compact(b, more >> 16 & 0xFF, *to);
+    *to = compact(_mm_unpackhi_epi64(b, b), more >> 24, *to);
+    v256 pairs = _mm256_maddubs_epi16(digit, _mm256_set1_epi16(0x0401));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001));
+}
+
+TARGET static size_t pack(const uint8_t *ranks, size_t n, uint8_t *digits, uint8_t *rest) {
+    const v256 order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     uint8_t *to = rest;
-    for (size_t i = 0; i < n; i += 32) {
-        v256 rank = load(ranks + i), digit = _mm256_min_epu8(rank, three);
-        v256 pairs = _mm256_maddubs_epi16(digit, _mm256_set1_epi16(0x0401));
-        v256 fours = _mm256_madd_epi16(pairs, _mm256_set1_epi32(0x00100001));
-        fours = _mm256_shuffle_epi8(fours, gather);
-        __m128i packed = _mm_unpacklo_epi32(_mm256_castsi256_si128(fours),
-                                            _mm256_extracti128_si256(fours, 1));
-        if (n - i < 32) {
-            uint64_t last = (uint64_t)_mm_cvtsi128_si64(packed);
-            memcpy(digits + i / 4, &last, (n - i + 3) / 4);
-        } else
-            _mm_storel_epi64((__m128i *)(digits + i / 4), packed);
-        uint32_t more = (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(digit, three));
-        v256 less = _mm256_sub_epi8(rank, three);
-        __m128i a = _mm256_castsi256_si128(less), b = _mm256_extracti128_si256(less, 1);
-        to = compact(a, more & 0xFF, to);
-        to = compact(_mm_unpackhi_epi64(a, a), more >> 8 & 0xFF, to);
-        to = compact(b, more >> 16 & 0xFF, to);
-        to = compact(_mm_unpackhi_epi64(b, b), more >> 24, to);
+    size_t i = 0;
+    for (; n - i >= 128; i += 128) {
+        v256 a = take_digits(ranks + i, &to), b = take_digits(ranks + i + 32, &to);
+        v256 c = take_digits(ranks + i + 64, &to), d = take_digits(ranks + i + 96, &to);
+        a = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+        store(digits + i / 4, _mm256_permutevar8x32_epi32(a, order));
+    }
+    for (; i < n; i += 32) {
+        uint32_t fours[8];
+        store(fours, take_digits(ranks + i, &to));
+        for (size_t k = 0; k < 8 && i + 4 * k < n; k++) digits[i / 4 + k] = (uint8_t)fours[k];
     }
     return (size_t)(to - rest);
 }
@@ -208,8 +213,8 @@ INLINE void merge_inline(const struct layer *layer, struct cursor *cursor, size_
     for (size_t i = 0; i < n; i += 32) {
         __builtin_prefetch(at.values + next_row, 1);
         v256 exponent = _mm256_add_epi8(load(symbols + i), load(layer->bases + at.channel));
-        v256 head = _mm256_permute4x64_epi64(load(heads + i), 0xD8);
-        exponent = _mm256_permute4x64_epi64(exponent, 0xD8);
+        v256 head = in_order(load(heads + i));
+        exponent = in_order(exponent);
         v256 a = _mm256_unpacklo_epi8(head, exponent), b = _mm256_unpackhi_epi8(head, exponent);
         v256 sign_a = _mm256_slli_epi16(a, 15), sign_b = _mm256_slli_epi16(b, 15);
         if (bf16) {
@@ -222,7 +227,7 @@ INLINE void merge_inline(const struct layer *layer, struct cursor *cursor, size_
         a = _mm256_or_si256(a, sign_a);
         b = _mm256_or_si256(b, sign_b);
         if (low) {
-            v256 bits = _mm256_permute4x64_epi64(load(low + i), 0xD8);
+            v256 bits = in_order(load(low + i));
             a = _mm256_or_si256(a, _mm256_unpacklo_epi8(bits, zero));
             b = _mm256_or_si256(b, _mm256_unpackhi_epi8(bits, zero));
         }

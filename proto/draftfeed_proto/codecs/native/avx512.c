@@ -38,7 +38,7 @@ INLINE void advance(const struct layer *layer, struct cursor *at, size_t n) {
 INLINE int split_inline(const struct layer *layer, struct cursor *cursor, size_t n, size_t first,
                         uint8_t *heads, uint8_t *ranks, uint8_t *low, struct exceptions *exceptions,
                         int bf16, int has_low) {
-    const v512 window = _mm512_set1_epi8((char)layer->window), seven = _mm512_set1_epi16(7);
+    const v512 seven = _mm512_set1_epi16(7);
     const v512 rank_of = _mm512_maskz_loadu_epi8((1ull << WINDOW) - 1, layer->rank_of);
     const ptrdiff_t next_row = (ptrdiff_t)layer->hidden + cursor->skip;
     struct cursor at = *cursor;
@@ -58,7 +58,6 @@ INLINE int split_inline(const struct layer *layer, struct cursor *cursor, size_t
                                 _mm512_srli_epi16(b, 15));
         }
         v512 in_window = _mm512_sub_epi8(odd_bytes(x, y), load(layer->bases + at.channel));
-        in_window = _mm512_sub_epi8(in_window, window);
         if (!bf16) in_window = _mm512_and_si512(in_window, _mm512_set1_epi8(31));
         __mmask64 inside = _mm512_cmplt_epu8_mask(in_window, _mm512_set1_epi8(WINDOW));
         v512 rank = _mm512_permutexvar_epi8(in_window, rank_of);
@@ -69,14 +68,9 @@ INLINE int split_inline(const struct layer *layer, struct cursor *cursor, size_t
             marked |= _mm512_test_epi16_mask(a, seven) |
                       (__mmask64)_mm512_test_epi16_mask(b, seven) << 32;
         marked &= valid;
-        if (__builtin_expect(marked != 0, 0)) {
-            if (exceptions->count + (size_t)_mm_popcnt_u64(marked) > MAX_EXCEPTIONS) return 0;
-            for (; marked; marked &= marked - 1) {
-                unsigned lane = (unsigned)__builtin_ctzll(marked);
-                exceptions->positions[exceptions->count] = (uint16_t)(first + i + lane);
-                exceptions->values[exceptions->count++] = at.values[lane];
-            }
-        }
+        if (__builtin_expect(marked != 0, 0) &&
+            !except(exceptions, at.values, marked, first + i))
+            return 0;
         if (has_low)
             _mm512_storeu_si512(low + i,
                                 even_bytes(_mm512_and_si512(a, seven), _mm512_and_si512(b, seven)));

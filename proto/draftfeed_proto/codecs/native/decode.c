@@ -112,7 +112,8 @@ API int draftfeed_decode(const struct shape *shape, const uint8_t *payload, size
         payload += TABLE_BYTES;
         size_t bases = layer.has_bases ? FIELDS(shape->hidden, 4) : 0;
         if ((size_t)(end - payload) < bases) return TRUNCATED;
-        set_bases(&layer, work, bases ? payload : NULL);
+        for (size_t c = 0; c < shape->hidden; c++) work->bases[c] = bases ? nibble(payload, c) : 0;
+        repeat_bases(&layer, work);
         payload += bases;
         for (size_t first = 0, n; first < values; first += n) {
             n = values - first < BLOCK_VALUES ? values - first : BLOCK_VALUES;

@@ -53,24 +53,21 @@ static void plan(const struct kernels *kernels, const struct shape *shape, const
     while ((below += counts[mid]) <= shape->hidden / 2) mid++;
 
     layer->has_bases = shape->rows >= 24;
-    set_bases(layer, work, NULL);
-    if (layer->has_bases) {
-        for (size_t c = 0; c < shape->hidden; c++) {
-            int base = work->centres[c] - (mid - 8);
-            work->bases[c] = (uint8_t)(base < 0 ? 0 : base > 15 ? 15 : base);
-        }
-        for (size_t c = shape->hidden; c < shape->hidden + SLACK; c++)
-            work->bases[c] = work->bases[c - shape->hidden];
-    }
     const unsigned mask = shape->bf16 ? 0xFF : 31;
-    layer->window = (uint8_t)((unsigned)(mid - (layer->has_bases ? 28 : 20)) & mask);
+    const uint8_t window = (uint8_t)((unsigned)(mid - (layer->has_bases ? 28 : 20)) & mask);
+    for (size_t c = 0; c < shape->hidden; c++) {
+        int base = layer->has_bases ? work->centres[c] - (mid - 8) : 0;
+        work->stored_bases[c] = (uint8_t)(base < 0 ? 0 : base > 15 ? 15 : base);
+        work->bases[c] = (uint8_t)(work->stored_bases[c] + window);
+    }
+    repeat_bases(layer, work);
 
     size_t seen[WINDOW] = {0}, inexact = 0, total = 0;
     size_t step = shape->hidden < 128 ? 1 : shape->hidden / 64;
     for (size_t j = 0; j < sampled; j++)
         for (size_t c = 0; c < shape->hidden; c += step, total++) {
             unsigned exponent = rows[j][c] >> (shape->bf16 ? 7 : 10);
-            unsigned y = (exponent - work->bases[c] - layer->window) & mask;
+            unsigned y = (exponent - work->bases[c]) & mask;
             if (y < WINDOW) seen[y]++;
             inexact += (rows[j][c] & 7) != 0;
         }
@@ -82,7 +79,7 @@ static void plan(const struct kernels *kernels, const struct shape *shape, const
         for (int y = 0; y < WINDOW; y++)
             if (layer->rank_of[y] == NO_RANK && (best < 0 || seen[y] > seen[best])) best = y;
         layer->rank_of[best] = (uint8_t)rank;
-        layer->table[rank] = (uint8_t)(layer->window + best);
+        layer->table[rank] = (uint8_t)(window + best);
     }
 }
 
@@ -144,9 +141,9 @@ API size_t draftfeed_encode(const struct shape *shape, uint16_t *states, uint8_t
         out[used] = (uint8_t)(layer.has_low | layer.has_bases << 1);
         memcpy(out + used + 1, layer.table, RANKS);
         used += TABLE_BYTES;
-        if (bases) {
-            pack_nibbles(work->bases, shape->hidden, out + used);
-            if (shape->hidden % 2) out[used + bases - 1] &= 15; /* beyond: the first base again */
+        if (layer.has_bases) {
+            pack_nibbles(work->stored_bases, shape->hidden, out + used);
+            if (shape->hidden % 2) out[used + bases - 1] &= 15;
         }
         used += bases;
         for (size_t first = 0, n; first < values; first += n) {

@@ -29,8 +29,7 @@ struct layer {
     int bf16;
     int has_low, has_bases;
     size_t hidden;
-    const uint8_t *bases;    /* b[c], repeated past `hidden` so that SLACK may be read from any c */
-    uint8_t window;          /* v: where the window begins */
+    const uint8_t *bases;    /* b[c]; encoding: b[c] + v; SLACK more, again from the first */
     uint8_t table[RANKS];    /* t[r] */
     uint8_t rank_of[WINDOW]; /* of y, or NO_RANK; encoding only */
 };
@@ -45,8 +44,8 @@ struct cursor {
 
 struct exceptions {
     size_t count;
-    uint16_t positions[MAX_EXCEPTIONS + SLACK];
-    uint16_t values[MAX_EXCEPTIONS + SLACK];
+    uint16_t positions[MAX_EXCEPTIONS];
+    uint16_t values[MAX_EXCEPTIONS];
 };
 
 /* A chunk in the caller's memory: states[row][layer][channel]. */
@@ -60,7 +59,7 @@ struct shape {
 /* Scratch memory of one call; nothing in it outlives the call. */
 struct workspace {
     uint8_t bases[MAX_HIDDEN + SLACK];
-    uint8_t centres[MAX_HIDDEN];
+    uint8_t centres[MAX_HIDDEN], stored_bases[MAX_HIDDEN + SLACK];
     uint16_t values[BLOCK_VALUES + SLACK];
     uint8_t ranks[TILE_VALUES + SLACK], low[TILE_VALUES + SLACK];
     uint8_t second[BLOCK_VALUES + 2 * SLACK], third[BLOCK_VALUES + 2 * SLACK];
@@ -70,6 +69,18 @@ struct workspace {
 };
 
 enum error { OK, NO_SHAPE, NO_ISA, TRUNCATED, TRAILING, DTYPE, FLAGS, COUNTS, DIGITS, POSITIONS };
+
+/* Adds the marked ones of the values at `position`. 0 when there is no room. */
+static inline int except(struct exceptions *exceptions, const uint16_t *values, uint64_t marked,
+                         size_t position) {
+    for (; marked; marked &= marked - 1) {
+        if (exceptions->count == MAX_EXCEPTIONS) return 0;
+        unsigned lane = (unsigned)__builtin_ctzll(marked);
+        exceptions->positions[exceptions->count] = (uint16_t)(position + lane);
+        exceptions->values[exceptions->count++] = values[lane];
+    }
+    return 1;
+}
 
 /* What differs between instruction sets. All lengths are exact in what is written. */
 struct kernels {

@@ -24,32 +24,33 @@ static void centres(const uint16_t *const rows[], size_t count, size_t n, int bf
 
 static int split(const struct layer *layer, struct cursor *at, size_t n, size_t first,
                  uint8_t *heads, uint8_t *ranks, uint8_t *low, struct exceptions *exceptions) {
+    const unsigned inexact = layer->bf16 || low ? 0 : 7;
+    uint8_t rank_of[256];
+    memset(rank_of, NO_RANK, sizeof rank_of);
+    memcpy(rank_of, layer->rank_of, WINDOW);
     for (size_t done = 0, length; done < n; done += length) {
         length = run(layer, at, n - done);
-        const uint16_t *values = at->values;
-        const uint8_t *bases = layer->bases + at->channel;
-        uint8_t *head = heads + done, *y = ranks + done;
+        const uint16_t *restrict values = at->values;
+        const uint8_t *restrict bases = layer->bases + at->channel;
+        uint8_t *restrict head = heads + done, *restrict y = ranks + done;
         if (layer->bf16)
             for (size_t i = 0; i < length; i++) {
                 head[i] = (uint8_t)(values[i] << 1 | values[i] >> 15);
-                y[i] = (uint8_t)((values[i] >> 7) - bases[i] - layer->window);
+                y[i] = (uint8_t)((values[i] >> 7) - bases[i]);
             }
         else
             for (size_t i = 0; i < length; i++) {
                 head[i] = (uint8_t)((values[i] >> 2 & 0xFE) | values[i] >> 15);
-                y[i] = ((values[i] >> 10) - bases[i] - layer->window) & 31;
+                y[i] = ((values[i] >> 10) - bases[i]) & 31;
             }
         if (low)
             for (size_t i = 0; i < length; i++) low[done + i] = values[i] & 7;
         for (size_t i = 0; i < length; i++) {
-            uint8_t rank = y[i] < WINDOW ? layer->rank_of[y[i]] : NO_RANK;
-            int inexact = !layer->bf16 && !low && (values[i] & 7);
+            uint8_t rank = rank_of[y[i]];
             y[i] = rank == NO_RANK ? 0 : rank;
-            if (rank == NO_RANK || inexact) {
-                if (exceptions->count == MAX_EXCEPTIONS) return 0;
-                exceptions->positions[exceptions->count] = (uint16_t)(first + done + i);
-                exceptions->values[exceptions->count++] = values[i];
-            }
+            if ((rank == NO_RANK || (values[i] & inexact)) &&
+                !except(exceptions, values + i, 1, first + done + i))
+                return 0;
         }
         advance(layer, at, length);
     }
@@ -72,18 +73,45 @@ static size_t pack(const uint8_t *ranks, size_t n, uint8_t *digits, uint8_t *res
     return more;
 }
 
+/* Where the next bytes of `rest` go in four symbols, by the lower bits of those digits that are 3:
+   what stays at its place, what moves up by one, two and three. */
+static const uint32_t MOVES[0x56][4] = {
+    [0x00] = {0x00000000, 0x00000000, 0x00000000, 0x00000000},
+    [0x01] = {0x000000FF, 0x00000000, 0x00000000, 0x00000000},
+    [0x04] = {0x00000000, 0x0000FF00, 0x00000000, 0x00000000},
+    [0x05] = {0x0000FFFF, 0x00000000, 0x00000000, 0x00000000},
+    [0x10] = {0x00000000, 0x00000000, 0x00FF0000, 0x00000000},
+    [0x11] = {0x000000FF, 0x00FF0000, 0x00000000, 0x00000000},
+    [0x14] = {0x00000000, 0x00FFFF00, 0x00000000, 0x00000000},
+    [0x15] = {0x00FFFFFF, 0x00000000, 0x00000000, 0x00000000},
+    [0x40] = {0x00000000, 0x00000000, 0x00000000, 0xFF000000},
+    [0x41] = {0x000000FF, 0x00000000, 0xFF000000, 0x00000000},
+    [0x44] = {0x00000000, 0x0000FF00, 0xFF000000, 0x00000000},
+    [0x45] = {0x0000FFFF, 0xFF000000, 0x00000000, 0x00000000},
+    [0x50] = {0x00000000, 0x00000000, 0xFFFF0000, 0x00000000},
+    [0x51] = {0x000000FF, 0xFFFF0000, 0x00000000, 0x00000000},
+    [0x54] = {0x00000000, 0xFFFFFF00, 0x00000000, 0x00000000},
+    [0x55] = {0xFFFFFFFF, 0x00000000, 0x00000000, 0x00000000},
+};
+
 static size_t expand(const uint8_t *digits, size_t n, const uint8_t table[3], const uint8_t *rest,
                      size_t available, uint8_t *symbols) {
-    const uint32_t known = table[0] | (uint32_t)table[1] << 8 | (uint32_t)table[2] << 16;
+    const uint8_t known[4] = {table[0], table[1], table[2], 0};
+    uint32_t of_byte[256]; /* its four symbols, as far as they are known */
+    for (unsigned byte = 0; byte < 256; byte++)
+        of_byte[byte] = known[byte & 3] | (uint32_t)known[byte >> 2 & 3] << 8 |
+                        (uint32_t)known[byte >> 4 & 3] << 16 | (uint32_t)known[byte >> 6] << 24;
     size_t used = 0;
     for (size_t i = 0; i < n && used <= available; i += 4) {
         unsigned byte = digits[i / 4];
         if (n - i < 4) byte &= (1u << 2 * (n - i)) - 1;
-        for (size_t k = 0; k < 4; k++, byte >>= 2) { /* without branches: digits are like dice */
-            unsigned digit = byte & 3, more = digit == 3;
-            symbols[i + k] = (uint8_t)(known >> 8 * digit | (rest[used] & (0u - more)));
-            used += more;
-        }
+        unsigned threes = byte & byte >> 1 & 0x55;
+        uint32_t next, four = of_byte[byte];
+        memcpy(&next, rest + used, 4);
+        for (unsigned k = 0; k < 4; k++) four |= next << 8 * k & MOVES[threes][k];
+        memcpy(symbols + i, &four, 4);
+        unsigned twos = (threes & 0x11) + (threes >> 2 & 0x11);
+        used += (twos + (twos >> 4)) & 7;
     }
     return used;
 }

@@ -7,8 +7,7 @@ static inline uint8_t nibble(const uint8_t *plane, size_t i) {
     return plane[i / 2] >> 4 * (i & 1) & 15;
 }
 
-static inline void set_bases(struct layer *layer, struct workspace *work, const uint8_t *plane) {
-    for (size_t c = 0; c < layer->hidden; c++) work->bases[c] = plane ? nibble(plane, c) : 0;
+static inline void repeat_bases(struct layer *layer, struct workspace *work) {
     for (size_t c = layer->hidden; c < layer->hidden + SLACK; c++)
         work->bases[c] = work->bases[c - layer->hidden];
     layer->bases = work->bases;
