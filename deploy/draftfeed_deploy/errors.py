@@ -8,8 +8,10 @@ DeployError (ValueError)
 ├── DemoError           a directory that the demo will not write to
 ├── DirectoryInUse      another consumer trains into the same output directory
 ├── NothingToDrain      no consumer that could be drained from here
+├── NothingToMeasure    a spool without a sample
 └── RunFailed           what was configured rightly and failed nevertheless
     ├── ServiceFailed   a service of the demo ended before its time, or stands still
+    ├── NotLossless     a codec did not give back what it was given
     └── CommitUnknown   the producer has not confirmed the last checkpoint
 """
 
@@ -59,12 +61,29 @@ class NothingToDrain(DeployError):
     """No consumer that could be drained from here; the message says which case it is."""
 
 
+class NothingToMeasure(DeployError):
+    def __init__(self, directory: Path, damaged: int) -> None:
+        why = (
+            f"the {damaged} chunks that were tried are damaged; `draftfeed spool verify` tells more"
+            if damaged
+            else "let its producer make a few first"
+        )
+        super().__init__(f"{directory} has no samples to measure with: {why}")
+        self.directory, self.damaged = directory, damaged
+
+
 class RunFailed(DeployError):
     """Base of failures that no other configuration would have prevented."""
 
 
 class ServiceFailed(RunFailed):
     """A service of the demo ended before its time or stands still; the message names its log."""
+
+
+class NotLossless(RunFailed):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} did not give back the states that it was given, or changed them")
+        self.name = name
 
 
 class CommitUnknown(RunFailed):

@@ -82,19 +82,28 @@ class Reader:
         """Whether the producer knows that it is bad, and makes the sample again."""
         return is_void(found, self.control.voids)
 
+    def frame(self, record: Record, index: int) -> bytes | None:
+        """One chunk as it is stored, unchecked; the tokens are number 0. None when the producer has
+        deleted the segment. Raises SpoolError when it cannot be read."""
+        offset, size = record.chunks[index]
+        with _opened(self._path(record)) as fd:
+            return None if fd is None else os.pread(fd, size, offset)
+
     def sample(self, record: Record) -> Sample | None:
         """Reads, checks and decodes it; None when the producer has deleted the segment.
 
         Raises ProtoError when it is not what was written, SpoolError when it cannot be read.
         """
-        path = self.directory / f"{record.segment:08d}.seg"
         assembler = Assembler(record.header, self.owner.descriptor.dtype)
-        with _opened(path) as fd:
+        with _opened(self._path(record)) as fd:
             if fd is None:
                 return None
             for offset, size in record.chunks:
                 assembler.add(os.pread(fd, size, offset))
         return assembler.sample()
+
+    def _path(self, record: Record) -> Path:
+        return self.directory / f"{record.segment:08d}.seg"
 
 
 @contextmanager
