@@ -9,7 +9,7 @@ static void unpack_low(const uint8_t *pairs, const uint8_t *ones, size_t n, uint
         pair = (pair | pair << 24) & 0x000000FF000000FF;
         pair = (pair | pair << 12) & 0x000F000F000F000F;
         pair = (pair | pair << 6) & 0x0303030303030303;
-        uint64_t one = ones[i / 8] * 0x0101010101010101 & 0x8040201008040201;
+        uint64_t one = ones[i / 8] * 0x0101010101010101u & 0x8040201008040201;
         one = (one + 0x7F7F7F7F7F7F7F7F) >> 7 & 0x0101010101010101;
         pair |= one << 2;
         memcpy(low + i, &pair, 8);
