@@ -199,6 +199,18 @@ def test_low_bits_of_fp16_are_stored_where_there_are_any(codec: Implementation) 
 
 
 @each
+@pytest.mark.parametrize(("with_low", "flags"), [(2, 0), (3, 1)])
+def test_low_bits_are_exceptions_in_up_to_a_tenth_of_the_values(
+    codec: Implementation, with_low: int, flags: int
+) -> None:
+    states = np.full((1, 1, 20), 0x3C00, BF16)
+    states[..., :with_low] |= 4
+    payload = encoded(codec, states.view(FP16))
+    assert payload is not None
+    assert payload[1] == flags
+
+
+@each
 @pytest.mark.parametrize(("rows", "flags"), [(23, 0), (24, 2)])
 def test_a_few_rows_do_not_pay_for_bases(codec: Implementation, rows: int, flags: int) -> None:
     payload = encoded(codec, normal((rows, 1, 64), BF16))

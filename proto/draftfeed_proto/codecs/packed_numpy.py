@@ -10,23 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from draftfeed_proto.codecs.packed_plan import RANKS, Bytes, Words, exponents_of, plan_of
 from draftfeed_proto.errors import MalformedChunk
-
-Bytes = NDArray[np.uint8]
-Words = NDArray[np.uint16]
 
 BLOCK = 1 << 15
 """Values of a block."""
-RANKS = 25
 LOW, BASES = 1, 2
 """The flags of a layer."""
 MAX_EXCEPTIONS = 2048
 """Of a block that we write."""
-SAMPLED_ROWS = 32
-MIN_ROWS_FOR_BASES = 24
-COUNTED_CHANNELS = 64
-WINDOW = 32
-"""Exponents of which the most frequent get a rank."""
 
 _TWO_BITS: Bytes = (np.arange(256)[:, None] >> (0, 2, 4, 6) & 3).astype(np.uint8)
 _NIBBLES: Bytes = (np.arange(256)[:, None] >> (0, 4) & 15).astype(np.uint8)
@@ -74,16 +66,6 @@ def _spare(states: np.ndarray) -> int:
 
 
 # values and their parts
-
-
-def _exponents(words: Words, bases: Bytes | None, spare: int) -> Bytes:
-    """Less the bases."""
-    exponents: Bytes = (words >> (7 + spare)).astype(np.uint8)
-    if bases is not None:
-        exponents -= bases
-    if spare:
-        exponents &= 31
-    return exponents
 
 
 def _heads(words: Words, spare: int, out: Bytes) -> None:
@@ -265,60 +247,10 @@ def _padded(fields: Bytes, multiple: int) -> Bytes:
     return np.concatenate((fields, _ZEROS[:lacking])) if lacking else fields
 
 
-class _Plan(NamedTuple):
-    """How a layer is coded: a flag and the fields of the format."""
-
-    low: bool
-    bases: Bytes | None
-    table: Bytes
-
-
-def _plan(layer: Words, spare: int) -> _Plan:
-    """layer [rows, hidden]. PROTOCOL.md says how, so that all our encoders write the same bytes."""
-    rows, hidden = layer.shape
-    sampled = min(rows, SAMPLED_ROWS)
-    sample = layer[np.arange(sampled) * rows // sampled]
-    exponents = _exponents(sample, None, spare)
-    centres = _centres(exponents, 8 - spare)
-    mid = int(np.searchsorted(np.cumsum(np.bincount(centres)), hidden // 2, side="right"))
-    modulus = 256 >> spare
-    if rows >= MIN_ROWS_FOR_BASES:
-        bases = np.clip(centres.astype(int) - (mid - 8), 0, 15).astype(np.uint8)
-        begin = (mid - 28) % modulus
-    else:
-        bases, begin = None, (mid - 20) % modulus
-    counted = slice(None, None, max(1, hidden // COUNTED_CHANNELS))
-    places = exponents[:, counted].astype(int) - begin
-    if bases is not None:
-        places -= bases[counted]
-    counts = np.bincount((places % modulus).ravel(), minlength=WINDOW)[:WINDOW]
-    frequent = np.argsort(-counts, kind="stable")[:RANKS]
-    with_low = np.count_nonzero(sample[:, counted] & ((1 << spare) - 1))
-    return _Plan(
-        low=bool(10 * with_low > places.size),
-        bases=bases,
-        table=((begin + frequent) % 256).astype(np.uint8),
-    )
-
-
-def _centres(exponents: Bytes, bits: int) -> Bytes:
-    """[rows, hidden] -> [hidden], element rows // 2 of each column in rising order.
-
-    Found bit by bit, the highest first: sorting many short columns takes several times as long.
-    """
-    rows, hidden = exponents.shape
-    centres = np.zeros(hidden, np.uint8)
-    for bit in reversed(range(bits)):
-        least = centres + np.uint8(1 << bit)
-        below = (exponents < least).view(np.uint8).sum(axis=0, dtype=np.uint8)
-        centres += (below <= rows // 2).view(np.uint8) << bit
-    return centres
-
-
 def _encode_layer(layer: Words, spare: int, writer: _Writer) -> None:
     """layer [rows, hidden]"""
     hidden = layer.shape[1]
-    plan = _plan(layer, spare)
+    plan = plan_of(layer, spare)
     writer.room(1)[0] = LOW * plan.low | BASES * (plan.bases is not None)
     writer.write(plan.table)
     if plan.bases is not None:
@@ -331,7 +263,7 @@ def _encode_layer(layer: Words, spare: int, writer: _Writer) -> None:
         rows = layer[start // hidden : -(-end // hidden)]
         words = rows.reshape(-1)[first : first + end - start]
         of_channels = None if bases is None else bases[first : first + end - start]
-        digits = _digits(_exponents(words, of_channels, spare), ranks)
+        digits = _digits(exponents_of(words, of_channels, spare), ranks)
         _encode_block(words, digits, spare, plan.low, writer)
 
 
