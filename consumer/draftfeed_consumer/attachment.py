@@ -45,8 +45,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that the trainer holds at once."""
     term: int = 1
     """To begin with; that of the leader when this is another rank."""
-    workers: Workers = INLINE
-    """Decode what arrives. Not owned."""
 
     def check_room(self, sample_bytes: int) -> None:
         """A trainer that waits for its next sample holds those of a step, and nothing would ever
@@ -71,11 +69,12 @@ class Attachment:
         room: Room,
         ledger: Ledger,
         options: Options = Options(),  # noqa: B008 - frozen
+        workers: Workers = INLINE,
     ) -> None:
         self.term = options.term
         self.descriptor: Descriptor | None = None
         self._identity, self._options = identity, options
-        self._room, self._ledger = room, ledger
+        self._room, self._ledger, self._workers = room, ledger, workers
         attach = options.attach
         self._peers = {
             address: Peer(address, required=address not in attach.without) for address in addresses
@@ -228,7 +227,7 @@ class Attachment:
         if fault := self._misfit(peer, granted):
             return [fault]
         self.descriptor = granted.descriptor
-        peer.grant(granted, self._room, self._ledger, self._options.workers)
+        peer.grant(granted, self._room, self._ledger, self._workers)
         self._ledger.follow(self.term, granted.commit_number)
         actions = self._fences()
         if not self._attached and self._complete:

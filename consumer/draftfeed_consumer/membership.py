@@ -27,6 +27,7 @@ from draftfeed_consumer.reception import REASON_CHARS, Reply, Room
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.workers import INLINE, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,10 @@ class Membership(Attachment):
         room: Room,
         ledger: Ledger,
         options: Options = Options(),  # noqa: B008 - frozen
+        workers: Workers = INLINE,
     ) -> None:
-        super().__init__(addresses, identity, room, ledger, options)
+        """workers: decode what arrives; not owned."""
+        super().__init__(addresses, identity, room, ledger, options, workers)
         self.draining = False
         self._checkpoint_samples = 0
         self._loaded = False

@@ -124,10 +124,9 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
             capacity_bytes=self._config.buffer.capacity_bytes,
             batch_samples=self._config.buffer.batch_samples,
             term=term,
-            workers=self._workers,
         )
         addresses = self._config.producer.addresses
-        return Membership(addresses, identity, self._buffer, self._ledger, options)
+        return Membership(addresses, identity, self._buffer, self._ledger, options, self._workers)
 
     @property
     def descriptor(self) -> Descriptor:

@@ -96,6 +96,7 @@ def encode_states(
 
     buffer: of the caller's, at least `frame_bytes(states.nbytes)`; the frame lies at its beginning.
     """
+    assert states.dtype in (np.float16, np.uint16), states.dtype
     if states.strides[2] != 2:
         states = np.ascontiguousarray(states)
     if buffer is None:

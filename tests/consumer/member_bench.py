@@ -12,6 +12,7 @@ from draftfeed_proto import messages as m
 from draftfeed_proto.codecs import by_name
 from draftfeed_proto.ids import SampleId, Shards
 from draftfeed_proto.sample import Sample, decoded_bytes, encode_chunks, header_of
+from draftfeed_proto.workers import INLINE, Workers
 from samples import DATASET, DESCRIPTOR, HIDDEN, LAYERS, sample
 
 A, B = "tcp://a:5550", "tcp://b:5550"
@@ -49,6 +50,8 @@ class Bench:
         self.addresses = addresses or (A, B)
         self.room, self.ledger = TinyRoom(room), Ledger()
         identity = Identity(group="g", incarnation="mine", process="p", members=2, leader=leader)
+        workers = options.pop("workers", INLINE)
+        assert isinstance(workers, Workers)
         attach = {key: options.pop(key) for key in ("without", "rollback") if key in options}
         self.member = Membership(
             self.addresses,
@@ -56,6 +59,7 @@ class Bench:
             self.room,
             self.ledger,
             Options(attach=Attach(**attach), **options),  # type: ignore[arg-type]
+            workers,
         )
         self.actions: list[Action] = []
         self._sessions: dict[str, tuple[int, str]] = {}
