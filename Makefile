@@ -19,13 +19,14 @@ CODECS := proto/draftfeed_proto/codecs
 MOVED := $(foreach V,.venv .venv-sglang,$(shell \
 	[ ! -f $V/.where ] || [ "$$(cat $V/.where)" = "$$(pwd -P)" ] || rm -rf $V))
 .DELETE_ON_ERROR:
-.PHONY: help venv sglang demo test test-sglang model check format clean distclean
+.PHONY: help venv sglang demo test test-sglang model fuzz check format clean distclean
 
 help:
 	@echo "make demo    generate with SmolLM2, stream its hidden states, train a drafter; writes runs/demo/"
 	@echo "make test    the whole test suite; what needs SGLang only where .venv-sglang is"
 	@echo "make test-sglang  the tests of the SGLang engine; builds .venv-sglang, 2.4 GB, with 'make sglang'"
 	@echo "make model   the delivery model, searched deeper than in the suite; hours"
+	@echo "make fuzz    hostile input for the codec's C, in clang's sanitizers; make fuzz SECONDS=3600"
 	@echo "make check   ruff, format, mypy, pyright, import-linter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove what runs and builds left; distclean removes .venv and .venv-sglang too"
@@ -85,6 +86,10 @@ chaos: venv
 # Hours: the exhaustive search with more faults at once, and 20,000 random runs.
 model: venv
 	@DRAFTFEED_MODEL=deep DRAFTFEED_MODEL_EXAMPLES=20000 $(PY) -m pytest -q --timeout 0 tests/model $(ARGS)
+
+# What it finds new it keeps in runs/fuzz/corpus, where the next run begins.
+fuzz: venv
+	@$(PY) tests/proto/fuzz/packed_fuzz.py --seconds $(or $(SECONDS),60)
 
 check: venv
 	$(PY) -m ruff check .
