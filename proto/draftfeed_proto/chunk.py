@@ -188,7 +188,8 @@ def _check_limits(header: ChunkHeader) -> None:
     ):
         if value > limit:
             raise LimitExceeded(what, value, limit)
-    if header.rows == 0 or header.decoded_bytes != header.rows * _row_bytes(header):
+    row_bytes = _row_bytes(header)
+    if 0 in (header.rows, row_bytes) or header.decoded_bytes != header.rows * row_bytes:
         raise MalformedChunk(f"{header.rows} rows cannot decode to {header.decoded_bytes} bytes")
     if header.encoded_bytes > header.decoded_bytes:
         raise MalformedChunk(f"{header.encoded_bytes} bytes to hold {header.decoded_bytes}")

@@ -265,6 +265,14 @@ def test_hostile_headers_are_refused_or_decoded_right(data: st.DataObject) -> No
     assert values.nbytes == header.decoded_bytes == lies["decoded_bytes"]
 
 
+@pytest.mark.parametrize("missing", ["layers", "hidden", "rows"])
+def test_states_of_no_size_are_refused(missing: str) -> None:
+    """They would decode to no bytes, as said, and codecs do not know such a shape."""
+    frame = forge(RAW, payload=b"", decoded_bytes=0, **{missing: 0})
+    with pytest.raises(MalformedChunk, match="cannot decode to 0 bytes"):
+        chunk.read_header(frame)
+
+
 @pytest.mark.parametrize("codec", codecs.names())
 def test_a_frame_lies_in_the_callers_buffer_and_nothing_behind_it_changes(codec: str) -> None:
     """Buffers are used again: what is behind a frame may be of another one."""
