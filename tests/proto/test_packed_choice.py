@@ -64,6 +64,20 @@ def test_a_forced_isa_that_cannot_be_is_one_line_with_the_reason(
     assert "\n" not in str(caught.value)
 
 
+def test_a_service_says_at_its_start_that_its_codec_is_slow(
+    no_library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (no_library / "_build.json").write_text('{"native": false, "reason": "there is no C compiler"}')
+    Packed().prepare()
+    (warning,) = caplog.messages
+    assert "NumPy" in warning
+    assert "there is no C compiler" in warning
+    caplog.clear()
+    monkeypatch.setenv(VARIABLE, "numpy")  # whoever forces it knows
+    Packed().prepare()
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("content", [b"", b"\x7fELF", b"no library"])
 def test_a_library_that_cannot_be_loaded_is_none(no_library: Path, content: bytes) -> None:
     """One of another machine, or cut short by a full disk."""
