@@ -117,9 +117,12 @@ def _states(
     path = default_cache_dir() / "bench-codec" / f"{text}-{dtype}-{key}.npy"
     if not path.exists():
         say(f"{target.name} reads {sum(map(len, windows))} tokens of {text} in {dtype}, once")
-        _save(path, _read(target, stream.layer_ids, windows, dtype))
-    states: np.ndarray = np.load(path)
-    return states
+        states = _read(target, stream.layer_ids, windows, dtype)
+        for old in path.parent.glob(f"{text}-{dtype}-*.npy"):
+            old.unlink()
+        _save(path, states)
+    kept: np.ndarray = np.load(path)
+    return kept
 
 
 def _windows(target: Target, sources: Sequence[str], count: int) -> list[list[int]]:
