@@ -165,7 +165,7 @@ class Comparison:
     def _decode_rate(self, coder: Coder) -> float:
         values = self._values[coder.by_layer] * self._times
         jobs = [
-            (item._replace(payload=bytearray(item.payload)), _like(value, out))
+            (item._replace(payload=bytes(memoryview(item.payload))), _like(value, out))
             for item, value, out in zip(
                 self._encoded[coder.name] * self._times, values, self._memory, strict=True
             )
