@@ -18,8 +18,8 @@ class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     capacity_bytes: int = 4 << 30
     """Decoded bytes of all samples received and not yet released by the trainer."""
     decode_threads: int = 2
-    """That check and decode chunks, beside the one that receives; 1: that one does it. One thread
-    keeps up with about 10 Gbit/s of wire."""
+    """That check and decode chunks, beside the one that receives; 1: that one does it, too. New
+    memory is what takes the time, so that one thread alone would hold up a fast network."""
     batch_samples: int = 1
     """Samples that the trainer holds at once before it releases any. A stream whose largest
     sample does not fit beside so many is refused at the start."""
