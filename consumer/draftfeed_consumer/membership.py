@@ -20,12 +20,12 @@ from draftfeed_consumer.actions import (
     Say,
 )
 from draftfeed_consumer.attachment import Attachment, Options
-from draftfeed_consumer.errors import BufferTooSmall
+from draftfeed_consumer.errors import BufferTooSmall, StreamRefused
 from draftfeed_consumer.ledger import Ledger, LedgerState
 from draftfeed_consumer.peer import Peer
 from draftfeed_consumer.reception import REASON_CHARS, Reply, Room
 from draftfeed_proto import messages as m
-from draftfeed_proto.errors import ProtoError
+from draftfeed_proto.errors import ProtoError, UnknownCodec
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.workers import INLINE, Workers
 
@@ -73,6 +73,9 @@ class Membership(Attachment):
             case m.InSession() if peer.owns(message):
                 try:
                     return self._in_session(peer, message, frame)
+                except UnknownCodec as error:  # asked for again, it would come the same way
+                    words = f"{error}; upgrade draftfeed here"
+                    return [Fail(StreamRefused(peer.address, "codec", words))]
                 except ProtoError as error:
                     return [self._drop(peer, str(error))]
         return []

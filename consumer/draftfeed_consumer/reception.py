@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from draftfeed_consumer.ledger import Ledger
 from draftfeed_proto import messages as m
-from draftfeed_proto.errors import MalformedChunk, MalformedMessage, ProtoError
+from draftfeed_proto.errors import ChunkError, LimitExceeded, MalformedChunk, MalformedMessage
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Assembler, Sample
 from draftfeed_proto.workers import Workers
@@ -150,7 +150,7 @@ class Reception:
         try:
             assembler.add(frame)
             complete = self._complete(assembler) if assembler.done else []
-        except ProtoError as error:
+        except (ChunkError, LimitExceeded) as error:
             return [*self._refuse(message.id, str(error)), *self.renew_credit()]
         return [*complete, *self.renew_credit()]
 

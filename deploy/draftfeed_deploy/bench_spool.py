@@ -26,7 +26,7 @@ from draftfeed_proto import codecs
 from draftfeed_proto.chunk import decode_chunk
 from draftfeed_proto.codecs import packed
 from draftfeed_proto.descriptor import Descriptor
-from draftfeed_proto.errors import ChunkError
+from draftfeed_proto.errors import ChunkError, LimitExceeded
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def _chunk(reader: Reader, record: Record, index: int, taken: Taken) -> Chunk | 
     dtype = np.float16 if stream.dtype == "fp16" else np.uint16
     try:
         header, values = decode_chunk(frame, dtype)
-    except ChunkError:
+    except (ChunkError, LimitExceeded):
         taken.damaged += 1
         return None
     by_layer = np.frombuffer(values, dtype).reshape(header.layers, header.rows, header.hidden)

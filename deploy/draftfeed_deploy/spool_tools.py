@@ -98,7 +98,9 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_producer.errors import SpoolDamaged
     from draftfeed_producer.spool.directory import CONTROL_LOG
     from draftfeed_producer.spool.reader import Reader
+    from draftfeed_proto import codecs
 
+    codecs.PACKED.prepare()  # what it has to say of this machine is not to be said of the samples
     try:
         reader = Reader(arguments.dir)
         if reader.control.owned is None and reader.segments():
@@ -114,7 +116,9 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
 def _export(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy.spool_contents import export
     from draftfeed_producer.spool.reader import Reader
+    from draftfeed_proto import codecs
 
+    codecs.PACKED.prepare()
     written, bad = export(Reader(arguments.dir), arguments.out, arguments.ids, console)
     _say(f"damaged, left out: {item.name}: {item.reason}" for item in bad)
     _say([f"{written} samples in {arguments.out}"])

@@ -56,9 +56,9 @@ class Encoder:
             work = (rows, first, self._codec, next(buffers))
             pending.append(workers.submit(chunk.encode_states, *work))
             if len(pending) > workers.ahead:
-                yield pending.popleft().result()
+                yield _next(pending)
         while pending:
-            yield pending.popleft().result()
+            yield _next(pending)
 
     def _buffers_for(self, sample: Sample) -> list[memoryview]:
         _, layers, hidden = sample.hidden_states.shape
@@ -66,3 +66,9 @@ class Encoder:
         if len(self._buffers[0]) < size:
             self._buffers = [memoryview(bytearray(size)) for _ in self._buffers]
         return self._buffers
+
+
+def _next(pending: "deque[Future[memoryview]]") -> memoryview:
+    frame = pending[0].result()  # what interrupts this leaves it to be waited for
+    pending.popleft()
+    return frame

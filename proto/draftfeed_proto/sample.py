@@ -204,8 +204,8 @@ class Assembler:
         self.chunks = 0
 
     def add(self, frame: chunk.Frame) -> None:
-        """Raises ChunkError, UnknownCodec or LimitExceeded; the sample must then be sent again,
-        and this be closed."""
+        """Raises ChunkError or LimitExceeded: the sample must be sent again; or UnknownCodec: that
+        would not help. In any case this must then be closed."""
         if self._tokens is None:
             self._tokens = self._checked_tokens(frame)
         else:
@@ -271,4 +271,5 @@ class Assembler:
     def _await_decoding(self, left: int) -> None:
         """Until so many are under way at most."""
         while len(self._decoding) > left:
-            self._decoding.popleft().result()
+            self._decoding[0].result()  # what interrupts this leaves it for `close`
+            self._decoding.popleft()

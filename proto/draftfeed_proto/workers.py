@@ -4,6 +4,7 @@ they run, so that several of them run side by side."""
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from threading import Barrier
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -17,7 +18,7 @@ class Workers:
     def __init__(self, threads: int = 1) -> None:
         self.ahead = threads if threads > 1 else 0
         """How much should be under way before one waits for the first of it."""
-        self._executor = ThreadPoolExecutor(threads, "codec") if threads > 1 else None
+        self._executor = _started(threads) if threads > 1 else None
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
         if self._executor is not None:
@@ -34,6 +35,22 @@ class Workers:
         """Returns when nothing is under way any more."""
         if self._executor is not None:
             self._executor.shutdown()
+
+
+def _started(threads: int) -> ThreadPoolExecutor:
+    """All threads run when it returns. An executor starts them as work comes, and when it may not,
+    it raises an error and has taken the work nevertheless. Raises RuntimeError."""
+    executor = ThreadPoolExecutor(threads, "codec")
+    together = Barrier(threads)
+    try:
+        waiting = [executor.submit(together.wait) for _ in range(threads)]
+    except RuntimeError:
+        together.abort()
+        executor.shutdown(cancel_futures=True)
+        raise
+    for future in waiting:
+        future.result()
+    return executor
 
 
 INLINE = Workers()

@@ -1,8 +1,8 @@
 """What a member asks for, takes, claims and refuses, with the test as producers and network."""
 
-from draftfeed_consumer.actions import (
-    Drop,
-)
+import xxhash
+
+from draftfeed_consumer.actions import Drop, Fail
 from draftfeed_consumer.errors import BufferTooSmall
 from draftfeed_consumer.ledger import parse
 from draftfeed_proto import messages as m
@@ -90,6 +90,26 @@ def test_damaged_chunk_is_asked_for_again_and_its_room_returned() -> None:
     bench.chunk(A, made.id, 1, damaged)
     assert [nack.id for nack in bench.said(A, m.Nack)] == [made.id]
     assert bench.room.left_bytes == before
+
+
+def test_a_codec_that_is_not_known_here_ends_the_stream_and_is_no_damage() -> None:
+    """Asked for again it would come the same way, and the producer would give the sample up."""
+    bench = Bench(A)
+    bench.begin()
+    bench.offer(A, 0)
+    made = sample(0, rows=2)
+    tokens, states = frames_of(made)
+    newer = bytearray(states)
+    newer[5] = 200  # the codec
+    checksum = xxhash.xxh3_64(newer[:32] + newer[40:]).intdigest()
+    newer[32:40] = checksum.to_bytes(8, "little")
+    bench.start(A, made, [tokens, newer])
+    bench.chunk(A, made.id, 0, tokens)
+    bench.chunk(A, made.id, 1, newer)
+    (failure,) = [action.error for action in bench.actions if isinstance(action, Fail)]
+    assert "unknown codec 200" in str(failure)
+    assert "upgrade" in str(failure)
+    assert not bench.said(A, m.Nack)
 
 
 # R16: one queue

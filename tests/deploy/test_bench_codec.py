@@ -121,12 +121,15 @@ def test_no_more_is_read_than_the_limit_and_of_a_long_sample_only_some(
     assert len(bench_spool.take(Reader(tmp_path)).chunks) == 1
 
 
-def test_a_damaged_chunk_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("byte", [23, 99], ids=["header", "payload"])
+def test_a_damaged_chunk_is_left_out(
+    byte: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spool = make_spool(tmp_path)
     offset, _ = next(iter(spool.deliverable())).chunks[1]
     spool.close()
     with (tmp_path / "00000001.seg").open("r+b") as file:
-        file.seek(offset + 99)
+        file.seek(offset + byte)
         file.write(b"damaged")
     result = result_of(capsys, tmp_path)
     assert (result["samples"], len(result["sizes"]["raw"]["encoded_bytes"])) == (2, 2)

@@ -1,3 +1,4 @@
+import sys
 import threading
 import tracemalloc
 
@@ -89,11 +90,12 @@ def test_rows_and_layers_may_lie_anywhere(codec: codecs.Codec) -> None:
 
 @every_codec
 def test_threads_share_a_codec(codec: codecs.Codec) -> None:
+    """Chunks large enough that threads are in C at the same time."""
     failed = []
 
     def work(seed: int) -> None:
-        states = normal(40 + seed, 2, 64, seed)
-        for _ in range(20):
+        states = normal(400 + seed, 2, 640, seed)
+        for _ in range(4):
             payload = payload_of(codec, states)
             if not payload or bits(decoded(codec, payload, states)) != bits(states):
                 failed.append(seed)
@@ -104,6 +106,38 @@ def test_threads_share_a_codec(codec: codecs.Codec) -> None:
     for thread in threads:
         thread.join(30)
     assert not failed
+
+
+@every_codec
+def test_other_threads_run_while_a_codec_does(codec: codecs.Codec) -> None:
+    """The engine and the sockets are other threads of the process. Nobody is made to give up the
+    interpreter here: the main thread goes on before the other is done only if that lets go."""
+    if codec.name == "raw":
+        pytest.skip("NumPy copies too few bytes at a time to be seen")
+    states = normal(400, 2, 640)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        assert any(_goes_on_meanwhile(codec, states) for _ in range(20))
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _goes_on_meanwhile(codec: codecs.Codec, states: np.ndarray) -> bool:
+    begun, done = threading.Event(), threading.Event()
+    out = memoryview(bytearray(states.nbytes))
+
+    def work() -> None:
+        begun.set()
+        codec.encode(states, out)
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    meanwhile = not done.is_set()
+    thread.join()
+    return meanwhile
 
 
 # which codec a chunk gets

@@ -97,6 +97,68 @@ def test_few_chunks_are_encoded_ahead_of_the_one_that_is_read(threads: int) -> N
             assert states.taken <= read + (threads if threads > 1 else 0)
 
 
+def test_closing_waits_for_what_is_under_way() -> None:
+    """The disk was full in mid-sample: the engine gets its states back, and may overwrite them,
+    only when no thread reads them any more."""
+    slow = Slow()
+    encoder = Encoder(slow, CHUNK_BYTES, 2)  # type: ignore[arg-type]
+    frames = encoder.frames(sample(0, 64))
+    next(frames)
+    asking = threading.Thread(target=next, args=(frames,))
+    asking.start()
+    assert slow.begun.wait(30)
+    slow.first.set()
+    asking.join(30)  # it has the first frame of states; the next is being encoded
+    closed = threading.Event()
+
+    def close() -> None:
+        frames.close()
+        closed.set()
+
+    closing_thread = threading.Thread(target=close)
+    closing_thread.start()
+    assert not closed.wait(0.2)
+    slow.others.set()
+    assert closed.wait(30)
+    assert slow.running == 0
+    closing_thread.join()
+    encoder.close()
+
+
+class Slow:
+    """A chooser: the first chunk is held up by one event, all others by another."""
+
+    def __init__(self) -> None:
+        self.begun, self.first, self.others = (threading.Event() for _ in range(3))
+        self.running, self._calls, self._lock = 0, 0, threading.Lock()
+
+    def encode(self, states: np.ndarray, out: memoryview) -> tuple[int, int]:
+        with self._lock:
+            self.running += 1
+            self._calls += 1
+            gate = self.first if self._calls == 1 else self.others
+        self.begun.set()
+        assert gate.wait(30)
+        with self._lock:
+            self.running -= 1
+        return codecs.by_name("raw").encode(states, out)
+
+
+def test_threads_that_the_system_refuses_are_an_error_at_once() -> None:
+    """An executor that is refused a thread at some later chunk has queued the work nevertheless:
+    done by its caller too, it was done twice, the second time into memory of another frame."""
+    before = threading.stack_size(1 << 45)  # more than any system gives
+    try:
+        with pytest.raises(RuntimeError, match="thread"):
+            Workers(3)
+    finally:
+        threading.stack_size(before)
+    workers = Workers(3)
+    names = {thread.name for thread in threading.enumerate()}
+    assert {"codec_0", "codec_1", "codec_2"} <= names, "all are there before there is work"
+    workers.close()
+
+
 class Watched:
     """States that are made as they are read, as an engine may have them."""
 
