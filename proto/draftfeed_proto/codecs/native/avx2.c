@@ -41,15 +41,6 @@ INLINE v256 in_order(v256 v) { return _mm256_permute4x64_epi64(v, 0xD8); }
 
 INLINE uint32_t first_lanes(size_t n) { return n < 32 ? (1u << n) - 1 : ~0u; }
 
-INLINE void advance(const struct layer *layer, struct cursor *at, size_t n) {
-    at->values += n;
-    at->channel += n;
-    if (at->channel >= layer->hidden) {
-        at->channel %= layer->hidden;
-        at->values += at->skip;
-    }
-}
-
 /* Of two vectors of 16-bit lanes. */
 INLINE uint32_t nonzero(v256 a, v256 b) {
     const v256 zero = _mm256_setzero_si256();

@@ -26,15 +26,6 @@ INLINE v512 odd_bytes(v512 a, v512 b) {
     return even_bytes(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
 }
 
-INLINE void advance(const struct layer *layer, struct cursor *at, size_t n) {
-    at->values += n;
-    at->channel += n;
-    if (at->channel >= layer->hidden) {
-        at->channel %= layer->hidden;
-        at->values += at->skip;
-    }
-}
-
 INLINE int split_inline(const struct layer *layer, struct cursor *cursor, size_t n, size_t first,
                         uint8_t *heads, uint8_t *ranks, uint8_t *low, struct exceptions *exceptions,
                         int bf16, int has_low) {

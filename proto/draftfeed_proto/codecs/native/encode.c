@@ -125,9 +125,8 @@ static size_t encode_block(const struct kernels *kernels, const struct layer *la
     return (size_t)(digits - out);
 }
 
-/* Bytes written to `out`, or 0: it does not fit into `capacity`, or is not worth packing. The
-   states are not written to, though a cursor could. */
-API size_t draftfeed_encode(const struct shape *shape, uint16_t *states, uint8_t *out,
+/* Bytes written to `out`, or 0: it does not fit into `capacity`, or is not worth packing. */
+API size_t draftfeed_encode(const struct shape *shape, const uint16_t *states, uint8_t *out,
                             size_t capacity, struct workspace *work) {
     const struct kernels *kernels = draftfeed_kernels(shape->isa);
     if (!kernels || !draftfeed_is_shape(shape) || capacity == 0) return 0;
@@ -148,9 +147,10 @@ API size_t draftfeed_encode(const struct shape *shape, uint16_t *states, uint8_t
         used += bases;
         for (size_t first = 0, n; first < values; first += n) {
             n = values - first < BLOCK_VALUES ? values - first : BLOCK_VALUES;
-            struct cursor at = cursor_at(shape, states, first);
+            uint16_t *only_read = (uint16_t *)states; /* a cursor can write; `split` does not */
+            struct cursor at = cursor_at(shape, only_read, first);
             if (!fits(shape)) {
-                move(shape, states, first, n, work->values, 0);
+                move(shape, only_read, first, n, work->values, 0);
                 at = (struct cursor){work->values, at.channel, 0};
             }
             uint8_t *to = capacity - used < BLOCK_BOUND ? work->block : out + used;

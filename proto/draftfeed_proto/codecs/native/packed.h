@@ -42,6 +42,17 @@ struct cursor {
     ptrdiff_t skip;
 };
 
+/* Rows as they lie end where a vector does; gathered ones may end within it. */
+static inline __attribute__((always_inline)) void advance(const struct layer *layer,
+                                                          struct cursor *at, size_t n) {
+    at->values += n;
+    at->channel += n;
+    if (at->channel >= layer->hidden) {
+        at->channel %= layer->hidden;
+        at->values += at->skip;
+    }
+}
+
 struct exceptions {
     size_t count;
     uint16_t positions[MAX_EXCEPTIONS];

@@ -9,15 +9,6 @@ static size_t run(const struct layer *layer, const struct cursor *at, size_t n) 
     return n < left ? n : left;
 }
 
-static void advance(const struct layer *layer, struct cursor *at, size_t n) {
-    at->values += n;
-    at->channel += n;
-    if (at->channel == layer->hidden) {
-        at->channel = 0;
-        at->values += at->skip;
-    }
-}
-
 static void centres(const uint16_t *const rows[], size_t count, size_t n, int bf16, uint8_t *out) {
     centres_inline(rows, count, n, bf16, out);
 }
