@@ -35,6 +35,8 @@ venv: $(CODECS)/_build.json .venv/.installed $(TRITONS:%=.venv/triton/%/.install
 
 # The codec's C, compiled into the tree, for both environments; the report is there even if the
 # library is not. Installing compiles too, but sees no changed source and keeps what failed to itself.
+# Without a library it is tried again: a compiler may have come.
+$(shell grep -qs '"native": false' $(CODECS)/_build.json && rm -f $(CODECS)/_build.json)
 $(CODECS)/_build.json: hatch_build.py $(wildcard $(CODECS)/native $(CODECS)/native/*.[ch])
 	@$(PYTHON) hatch_build.py
 

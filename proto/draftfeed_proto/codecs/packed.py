@@ -54,7 +54,11 @@ class Packed:
         start. Raises UnavailableISA."""
         name, lacking = self.implementation, available().lacking
         if lacking and not os.environ.get(VARIABLE):
-            logger.warning("the codec is not compiled and NumPy replaces it, slowly: %s", lacking)
+            logger.warning(
+                "the codec is not compiled and NumPy replaces it, at a tenth of the speed: %s; "
+                "install a C compiler, then draftfeed again (in a checkout: make venv)",
+                lacking,
+            )
         logger.debug("codec packed: %s", name)
 
     @cached_property
