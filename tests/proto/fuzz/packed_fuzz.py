@@ -24,7 +24,7 @@ REGRESSIONS = HERE / "regressions"
 """Inputs that once found a bug; each runs before anything else."""
 
 CLANG = "clang"
-FLAGS = ["-std=c11", "-O2", "-g", "-Wall", "-Wextra", f"-I{NATIVE}"]
+FLAGS = ["-std=c11", "-O2", "-g", "-Wall", "-Wextra"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 COVERAGE = ["-fsanitize-coverage=inline-8bit-counters,pc-table"]
 RENAMED = [f"-D{isa}_kernels=real_{isa}_kernels" for isa in ("portable", "avx2", "avx512")]
@@ -64,18 +64,23 @@ def build(folder: Path) -> Path:
         "decode.c": COVERAGE,
         "packed.c": [PRETEND_AVX512] if emulate else [],
     }
-    objects = [_compile(NATIVE / name, folder, flags) for name, flags in sources.items()]
-    objects += [_compile(HERE / name, folder) for name in ("target.c", "exact.c", "reference.c")]
+    native = _copy_with_gaps(folder)
+    include = f"-I{native}"
+    objects = [
+        _compile(native / name, folder, [include, *flags]) for name, flags in sources.items()
+    ]
+    for name in ("target.c", "exact.c", "reference.c"):
+        objects.append(_compile(HERE / name, folder, [include]))
     binary = folder / "packed_fuzz"
     _run([CLANG, "-fsanitize=fuzzer,address,undefined", *map(str, objects), "-o", str(binary)])
     return binary
 
 
 def write_seeds(folder: Path) -> None:
-    """Recipes of all kinds, and whole payloads: where the search begins."""
-    rng = random.Random(0)
-    for number, seed in enumerate(itertools.chain(_recipes(rng), _payloads())):
-        folder.joinpath(f"seed-{number:03}").write_bytes(seed)
+    """Where the search begins: recipes of all kinds, and whole payloads."""
+    seeds = itertools.chain(_states(), _edits(random.Random(0)), _payloads())
+    for number, seed in enumerate(seeds):
+        folder.joinpath(f"seed-{number:04}").write_bytes(seed)
 
 
 def fuzz(binary: Path, corpus: Path, seeds: Path, crashes: Path, seconds: int) -> Finished:
@@ -120,9 +125,30 @@ def _has_avx512() -> bool:
     return {"avx512f", "avx512bw", "avx512_vbmi2", "avx512vbmi"} <= set(flags)
 
 
-def _compile(source: Path, folder: Path, flags: list[str] | None = None) -> Path:
+def _copy_with_gaps(folder: Path) -> Path:
+    """The codec's sources, but a gap follows each member of the workspace. The target forbids to
+    touch them: AddressSanitizer knows of no borders within an allocation."""
+    native = folder / "native"
+    shutil.copytree(NATIVE, native, dirs_exist_ok=True)
+    header = native / "packed.h"
+    before, opening, rest = header.read_text().partition("struct workspace {\n")
+    members, closing, after = rest.partition("\n};")
+    assert closing, "packed.h has no struct workspace"
+    declared: list[str] = []
+    for line in members.splitlines():
+        member = re.fullmatch(r" *(\w+|struct \w+) (\w[^;]*);", line)
+        assert member, f"not to be parsed: {line}"
+        declared += [f"{member[1]} {name};" for name in member[2].split(", ")]
+    gapped = (f"{member} uint8_t gap_{i}[64];" for i, member in enumerate(declared))
+    header.write_text(before + opening + "\n".join(gapped) + closing + after)
+    gaps = (f"GAP(gap_{i})\n" for i in range(len(declared)))
+    native.joinpath("gaps.h").write_text("".join(gaps))
+    return native
+
+
+def _compile(source: Path, folder: Path, flags: list[str]) -> Path:
     to = folder / f"{source.stem}.o"
-    _run([CLANG, *FLAGS, *SANITIZERS, *(flags or []), "-c", str(source), "-o", str(to)])
+    _run([CLANG, *FLAGS, *SANITIZERS, *flags, "-c", str(source), "-o", str(to)])
     return to
 
 
@@ -164,36 +190,66 @@ def _recipe(what: int, layout: int, rows: int, layers: int, hidden: int, odds: b
     return struct.pack("<BBBBB3s4sH", what, layout, rows, layers, hidden, odds, b"seed", 0xFFFF)
 
 
-def _recipes(rng: random.Random) -> Iterator[bytes]:
-    """A few of each kind: all ranks or few, exceptions, low bits, large and odd shapes."""
-    sizes = ((SMALL, 25, 50), (VECTORS, 30, 3), (ODD, 2, 200), (SMALL | SEVERAL_BLOCKS, 255, 140))
-    odds = ((100, 0, 0), (200, 20, 60), (120, 10, 5), (240, 0, 255), (0, 3, 1))
-    for number, (size, chances) in enumerate(itertools.product(sizes, odds)):
-        for dtype, exact in itertools.product((0, BF16), (0, EXACT)):
-            follows = STATES if number % 2 else EDITS
-            what, rows, hidden = size[0] | dtype | exact | follows, size[1], size[2]
-            layout = number % 4 | rng.randrange(64) << 2
-            recipe = _recipe(what, layout, rows, 1 + number % 3, hidden, bytes(chances))
-            yield recipe + (rng.randbytes(8) if follows == EDITS else bytes(range(0, 250, 5)))
+SIZES = (
+    (SMALL, 25, 50),
+    (SMALL, 126, 65),  # a tile of 4,096 values ends one value after a row
+    (SMALL, 34, 241),  # and one before it
+    (VECTORS, 30, 3),
+    (ODD, 2, 200),
+    (SMALL | SEVERAL_BLOCKS, 255, 140),
+)
+ODDS = ((100, 0, 0), (200, 20, 60), (120, 10, 5), (240, 0, 255), (0, 3, 1))
+EXACT_COUNT = 248
+"""From here on `outliers` asks for 2,044 exceptions a block, 2,045, and so on."""
+
+
+def _states() -> Iterator[bytes]:
+    """All ranks or few, exceptions, low bits, large and odd shapes."""
+    for number, (size, odds) in enumerate(itertools.product(SIZES, ODDS)):
+        for flags in (0, BF16, EXACT, EXACT | BF16):
+            what, layout, layers = (
+                STATES | size[0] | flags,
+                number % 4 | number << 2 & 255,
+                1 + number % 3,
+            )
+            literal = bytes(range(0, 250, 5))
+            yield _recipe(what, layout, size[1], layers, size[2], bytes(odds)) + literal
     for hidden in range(3):
-        yield _recipe(GREATEST | EDITS, 0, 1, 1, hidden, bytes((100, 1, 1))) + rng.randbytes(4)
+        yield _recipe(STATES | GREATEST, 0, 1, 1, hidden, bytes(ODDS[0]))
+    for flags, outliers in itertools.product((0, BF16), range(EXACT_COUNT, 256)):
+        what = STATES | SMALL | SEVERAL_BLOCKS | flags
+        yield _recipe(what, 0, 255, 1, 140, bytes((0, outliers, 0)))
+
+
+def _edits(rng: random.Random) -> Iterator[bytes]:
+    """Each kind of damage, to the first block and to the second."""
+    for number, size in enumerate((SIZES[0], SIZES[3], SIZES[-1])):
+        for flags, kind, block in itertools.product(
+            (0, BF16, EXACT, EXACT | BF16), range(8), range(2)
+        ):
+            odds = (number * 60, 3, 1) if number < 2 else (0, 1, 0)
+            recipe = _recipe(EDITS | size[0] | flags, 0, size[1], 2, size[2], bytes(odds))
+            for _ in range(4 if number < 2 else 2):
+                yield recipe + bytes((kind | block << 3,)) + rng.randbytes(3)
 
 
 def _payloads() -> Iterator[bytes]:
-    """Small enough for libFuzzer to change them byte by byte."""
+    """Small enough for libFuzzer to change them byte by byte; the smallest cut off everywhere."""
     rng = np.random.default_rng(0)
-    for rows, layers, hidden in ((1, 1, 1), (3, 2, 7), (25, 1, 33), (2, 1, 64), (26, 2, 20)):
-        for bf16, exact in itertools.product((0, BF16), (0, EXACT)):
+    for rows, layers, hidden in ((1, 2, 3), (25, 1, 2), (3, 2, 7), (25, 1, 33), (2, 1, 64)):
+        for flags in (0, BF16, EXACT, EXACT | BF16):
             values = rng.standard_normal((rows, layers, hidden), np.float32)
             states = values.astype(np.float16)
-            if bf16:
+            if flags & BF16:
                 states = (values.view(np.uint32) >> 16).astype(np.uint16)
             states[0, 0, -1] = 0
-            payload = np.empty(states.nbytes * 2 + 100 * layers, np.uint8)
-            size = packed_numpy.encode(states, payload.data)
-            if size:
-                what = PAYLOAD | SMALL | bf16 | exact
-                yield _recipe(what, 2, rows, layers, hidden, bytes(3)) + payload[:size].tobytes()
+            room = np.empty(states.nbytes * 2 + 100 * layers, np.uint8)
+            payload = room[: packed_numpy.encode(states, room.data)].tobytes()
+            assert payload, "states that cannot be packed are no seed"
+            recipe = _recipe(PAYLOAD | SMALL | flags, 2, rows, layers, hidden, bytes(3))
+            for size in range(len(payload) if rows * layers * hidden <= 50 else 0):
+                yield recipe + payload[:size]
+            yield recipe + payload
 
 
 # by hand

@@ -24,11 +24,15 @@ static unsigned field(const uint8_t *plane, size_t i, unsigned bits) {
 static unsigned number(const uint8_t *at, size_t i) { return at[2 * i] | at[2 * i + 1] << 8; }
 
 struct block {
+    size_t n;
+    int low;
     unsigned counts[4], exceptions; /* of fields: of the three planes of digits and the nibbles */
     const uint8_t *heads, *pairs, *ones, *planes[4], *positions, *values;
 };
 
-static int take_block(struct reader *reader, size_t n, int low, struct block *block) {
+static int take_block(struct reader *reader, struct block *block) {
+    const size_t n = block->n;
+    const int low = block->low;
     const uint8_t *header = take(reader, 8);
     if (!header) return 0;
     block->counts[0] = (unsigned)n;
@@ -50,9 +54,9 @@ static int take_block(struct reader *reader, size_t n, int low, struct block *bl
 }
 
 /* The rank of each value; whether each plane has as many 3s as the next one has fields. */
-static int ranks_of(const struct block *block, size_t n, uint8_t *ranks) {
+static int ranks_of(const struct block *block, uint8_t *ranks) {
     unsigned used[4] = {0};
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < block->n; i++) {
         unsigned plane = 0, digit = 3;
         while (plane < 3 && digit == 3) {
             if (used[plane] == block->counts[plane]) return 0;
@@ -75,20 +79,20 @@ static uint16_t value_of(int bf16, unsigned exponent, unsigned head, unsigned lo
     return (uint16_t)(sign << 15 | (exponent & 31) << 10 | mantissa << 3 | low);
 }
 
-static int decode_block(struct reader *reader, const struct chunk *chunk, size_t first, size_t n,
-                        int low, const uint8_t *table, const uint8_t *bases, uint16_t *values) {
+static int decode_block(const struct chunk *chunk, const struct block *block, size_t first,
+                        const uint8_t *table, const uint8_t *bases, uint16_t *values) {
     static uint8_t ranks[BLOCK];
-    struct block block;
-    if (!take_block(reader, n, low, &block) || !ranks_of(&block, n, ranks)) return 0;
-    for (size_t i = 0; i < n; i++) {
+    if (!ranks_of(block, ranks)) return 0;
+    for (size_t i = 0; i < block->n; i++) {
         unsigned base = bases ? field(bases, (first + i) % chunk->hidden, 4) : 0, bits = 0;
-        if (low) bits = field(block.pairs, i, 2) | field(block.ones, i, 1) << 2;
-        values[i] = value_of(chunk->bf16, table[ranks[i]] + base, block.heads[i], bits);
+        if (block->low) bits = field(block->pairs, i, 2) | field(block->ones, i, 1) << 2;
+        values[i] = value_of(chunk->bf16, table[ranks[i]] + base, block->heads[i], bits);
     }
-    for (size_t i = 0; i < block.exceptions; i++) {
-        size_t position = number(block.positions, i);
-        if (position >= n || (i && position <= number(block.positions, i - 1))) return 0;
-        values[position] = (uint16_t)number(block.values, i);
+    for (size_t i = 0; i < block->exceptions; i++) {
+        size_t position = number(block->positions, i);
+        if (position >= block->n) return 0;
+        if (i && position <= number(block->positions, i - 1)) return 0;
+        values[position] = (uint16_t)number(block->values, i);
     }
     return 1;
 }
@@ -105,9 +109,18 @@ int reference_decode(struct chunk *chunk, const uint8_t *payload, size_t bytes) 
         if (*flags & 2 && !(bases = take(&reader, plane_bytes(chunk->hidden, 4)))) return 0;
         for (size_t first = 0; first < values; first += BLOCK) {
             size_t n = values - first < BLOCK ? values - first : BLOCK;
-            chunk->block_at[chunk->blocks++] = (size_t)(reader.at - payload);
+            struct block block = {.n = n, .low = *flags & 1};
+            struct found *found = &chunk->found[chunk->blocks++];
+            *found = (struct found){.n = n, .header = (size_t)(reader.at - payload)};
+            if (!take_block(&reader, &block)) return 0;
+            found->exceptions = block.exceptions;
+            found->positions = (size_t)(block.positions - payload);
+            for (size_t i = 0; i < 4; i++) {
+                const uint8_t *next = i < 3 ? block.planes[i + 1] : block.positions;
+                found->last[i] = (size_t)(next - payload) - 1;
+            }
             uint16_t *to = chunk->values + l * values + first;
-            if (!decode_block(&reader, chunk, first, n, *flags & 1, table, bases, to)) return 0;
+            if (!decode_block(chunk, &block, first, table, bases, to)) return 0;
         }
     }
     return reader.at == reader.end;

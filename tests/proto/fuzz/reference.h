@@ -11,7 +11,12 @@ struct chunk {
     size_t rows, layers, hidden;
     int bf16;
     uint16_t *values; /* [layer][row][channel] */
-    size_t blocks, block_at[MAX_BLOCKS]; /* where their headers were found in the payload */
+    size_t blocks;
+    struct found {
+        size_t n, exceptions;
+        /* Where they are in the payload: of planes of digits and nibbles, the last bytes. */
+        size_t header, last[4], positions;
+    } found[MAX_BLOCKS];
 };
 
 /* Whether the payload is well-formed; when it is not, `values` may hold anything. */

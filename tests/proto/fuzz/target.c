@@ -3,6 +3,7 @@
 
    Memory is exactly as large as the codec is told, and the workspace holds other bytes for each set
    of kernels: a result that depends on what it held before differs between them. */
+#include <sanitizer/asan_interface.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -12,12 +13,13 @@
 
 API unsigned draftfeed_isas(void);
 API size_t draftfeed_workspace_bytes(void);
-API size_t draftfeed_encode(const struct shape *, uint16_t *, uint8_t *, size_t, struct workspace *);
+API size_t draftfeed_encode(const struct shape *, const uint16_t *, uint8_t *, size_t,
+                            struct workspace *);
 API int draftfeed_decode(const struct shape *, const uint8_t *, size_t, uint16_t *,
                          struct workspace *);
 API const char *draftfeed_error(int);
 
-enum { ISAS = 3, MANY_VALUES = 5 * BLOCK_VALUES / 2, FEW_VALUES = 2 * TILE_VALUES, MAX_EDITS = 16, GUARD = 0xBEEF };
+enum { ISAS = 3, MANY_VALUES = 5 * BLOCK_VALUES / 2, FEW_VALUES = 2 * TILE_VALUES, MAX_EDITS = 16, MORE = 256 * 256 / 4, EXACT_COUNT = 248, GUARD = 0xBEEF };
 
 struct recipe {
     uint8_t what; /* bits 0-1: what follows; 2: bf16; 3: exact_memory; 4-5: how `hidden` is meant;
@@ -142,8 +144,14 @@ static void put(const struct grid *grid, const uint16_t *values) {
 
 /* Decoding */
 
+/* The build puts gaps between the members of a workspace and lists them in gaps.h: what touches one
+   has left its member. */
+#define GAP(name) ASAN_POISON_MEMORY_REGION(workspace->name, sizeof workspace->name);
+
 static void disturb_workspace(int isa) {
+    ASAN_UNPOISON_MEMORY_REGION(workspace, draftfeed_workspace_bytes());
     memset(workspace, 0x55 * isa, draftfeed_workspace_bytes());
+#include "gaps.h"
 }
 
 /* Decodes with every set of kernels; all must find what the reference finds. */
@@ -179,16 +187,23 @@ static void decode_everywhere(const struct grid *grid, struct chunk *chunk,
 
 /* Encoding */
 
-/* A value as hidden states have them: near what is usual in its channel, mostly. */
-static uint16_t likely(const struct recipe *recipe, int bf16, size_t channel) {
-    uint64_t bits = next_random();
+/* Value i as hidden states have them: near what is usual in its channel, mostly. */
+static uint16_t likely(const struct recipe *recipe, int bf16, size_t i, size_t channel) {
+    const uint64_t bits = next_random();
     uint16_t any = (uint16_t)bits;
-    if ((bits >> 16 & 1023) < recipe->outliers) return any;
+    int outlier = (bits >> 16 & 1023) < recipe->outliers, inexact = (bits >> 26 & 255) < recipe->inexact;
+    if (recipe->outliers >= EXACT_COUNT) { /* about as many exceptions as a block may have */
+        unsigned count = MAX_EXCEPTIONS - 4u + recipe->outliers - EXACT_COUNT;
+        outlier = bf16 && i % 15 == 0 && i % BLOCK_VALUES / 15 < count;
+        inexact = !bf16 && i % 15 == 0 && i % BLOCK_VALUES / 15 < count;
+        any = outlier ? any & 0x807F : any | 1;
+    }
+    if (outlier) return any;
     unsigned distance = 0;
     while (distance < 30 && (next_random() >> 20 & 255) < recipe->spread) distance++;
     unsigned exponent = (bf16 ? 120 : 16) + (unsigned)(channel * 7 % 11) - distance;
     if (bf16) return (uint16_t)((any & 0x807F) | (exponent & 255) << 7);
-    if ((bits >> 26 & 255) >= recipe->inexact) any &= 0xFFF8;
+    if (!inexact) any &= 0xFFF8;
     return (uint16_t)((any & 0x83FF) | (exponent & 31) << 10);
 }
 
@@ -197,7 +212,7 @@ static void make_states(const struct recipe *recipe, const struct grid *grid, ui
     size_t count = values_in(&grid->shape), literal = size / 2 < count ? size / 2 : count;
     random_state = word(recipe->seed) | (uint64_t)word(recipe->seed + 2) << 16 | 1ull << 40;
     for (size_t i = literal; i < count; i++)
-        values[i] = likely(recipe, grid->shape.bf16, i % grid->shape.hidden);
+        values[i] = likely(recipe, grid->shape.bf16, i, i % grid->shape.hidden);
     if (literal) memcpy(values, data, 2 * literal);
 }
 
@@ -244,32 +259,54 @@ static struct bytes encode_everywhere(const struct recipe *recipe, const struct 
 
 /* Damage */
 
-/* Applies one edit of four bytes to a payload whose block headers are known. */
-static void edit(struct bytes *payload, const struct chunk *chunk, const uint8_t *edit) {
-    unsigned kind = edit[0] & 7, small = edit[1], wide = word(edit + 2);
-    size_t somewhere = payload->size * wide >> 16;
-    size_t block = chunk->block_at[small / 4 % chunk->blocks], field = block + small % 4 * 2;
-    if (kind == 6) {
-        memset(payload->at + payload->size, (int)(wide & 255), small);
-        payload->size += small;
-    } else if (payload->size == 0) {
-        return;
-    } else if (kind == 1) { /* dtype, or the first layer's flags */
-        payload->at[wide % 2 % payload->size] = small % 8;
-    } else if (kind == 0) {
+static void put_word(struct bytes *payload, size_t at, size_t value) {
+    if (at + 2 > payload->size) return; /* cut off by another edit */
+    payload->at[at] = (uint8_t)value;
+    payload->at[at + 1] = (uint8_t)(value >> 8);
+}
+
+/* Applies one edit of four bytes to a payload that was well-formed when its blocks were found. */
+static void edit(struct bytes *payload, struct grid *grid, struct chunk *chunk, const uint8_t *edit) {
+    const struct found *block = &chunk->found[(edit[0] >> 3) % chunk->blocks];
+    const unsigned small = edit[1], wide = word(edit + 2);
+    const size_t somewhere = payload->size * wide >> 16, count = block->header + small % 4 * 2;
+    size_t cut = payload->size;
+    if (payload->size < 2) return;
+    switch (edit[0] & 7) {
+    case 0: /* bits flip */
         payload->at[somewhere] ^= (uint8_t)(small ? small : 1);
-    } else if (kind < 4 && field + 2 <= payload->size) { /* a count that lies: by little, or much */
-        unsigned count = word(payload->at + field);
-        count = kind == 2 ? count + (unsigned)(int8_t)edit[2] : wide;
-        payload->at[field] = (uint8_t)count;
-        payload->at[field + 1] = (uint8_t)(count >> 8);
-    } else if (kind == 4) {
-        payload->size = small % 2 ? somewhere : payload->size - (small / 2 < payload->size ? small / 2 : 0);
-    } else if (kind == 5) { /* near the end: positions and values of exceptions */
-        payload->at[payload->size - 1 - wide % 64 % payload->size] = (uint8_t)small;
-    } else if (kind == 7) { /* table, bases */
-        payload->at[wide % 64 % payload->size] = (uint8_t)small;
+        break;
+    case 1: /* another dtype byte, other flags; or all is said to be of the other dtype */
+        payload->at[wide % 2] = small % 8;
+        if (small & 8) payload->at[0] = (uint8_t)(chunk->bf16 = grid->shape.bf16 ^= 1);
+        break;
+    case 2: /* a count lies by little, or by much */
+        if (count < payload->size) put_word(payload, count, payload->at[count] + wide - 128u);
+        break;
+    case 3:
+        put_word(payload, count, wide);
+        break;
+    case 4: /* the end is missing: somewhere, or about where something ends */
+        cut = somewhere;
+        if (small & 1) cut = (small & 2 ? block->positions : block->header) + wide % 64;
+        if (small & 1) cut = cut < 32 ? 0 : cut - 32;
+        break;
+    case 5: /* the position of an exception: about n, or that of another */
+        if (!block->exceptions) break;
+        put_word(payload, block->positions + wide % block->exceptions * 2,
+                 small & 64 ? small : block->n + small % 4 - 2);
+        break;
+    case 6: /* there is more */
+        memset(payload->at + payload->size, (int)(wide & 255), small * small / 4);
+        cut += small * small / 4;
+        payload->size = cut;
+        break;
+    case 7: /* table and bases; or what readers ignore in the last byte of a plane */
+        if (small & 1) payload->at[wide % 64 % payload->size] = (uint8_t)(small >> 1);
+        else if (block->last[small / 2 % 4] < payload->size)
+            payload->at[block->last[small / 2 % 4]] |= 0xF0;
     }
+    if (cut < payload->size) payload->size = cut;
 }
 
 /* One input */
@@ -302,8 +339,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         free(states);
     }
     if (follows == EDITS && payload.size) {
-        payload.at = realloc(payload.at, payload.size + MAX_EDITS * 256);
-        for (size_t i = 0; i < MAX_EDITS && 4 * i + 4 <= size; i++) edit(&payload, &chunk, data + 4 * i);
+        payload.at = realloc(payload.at, payload.size + MAX_EDITS * MORE);
+        for (size_t i = 0; i < MAX_EDITS && 4 * i + 4 <= size; i++) 
+            edit(&payload, &grid, &chunk, data + 4 * i);
         payload.at = realloc(payload.at, payload.size ? payload.size : 1);
         decode_everywhere(&grid, &chunk, &payload);
     }
