@@ -9,6 +9,7 @@ from draftfeed_consumer.attachment import Options
 from draftfeed_consumer.ledger import Ledger
 from draftfeed_consumer.membership import Membership
 from draftfeed_proto import messages as m
+from draftfeed_proto.chunk import Frame
 from draftfeed_proto.codecs import by_name
 from draftfeed_proto.ids import SampleId, Shards
 from draftfeed_proto.sample import Sample, decoded_bytes, encode_chunks, header_of
@@ -145,12 +146,12 @@ class Bench:
             for index in range(len(frames)):
                 self.chunk(address, made.id, index, frames[index])
 
-    def start(self, address: str, made: Sample, frames: list[bytes]) -> None:
+    def start(self, address: str, made: Sample, frames: Sequence[Frame]) -> None:
         total = sum(map(len, frames))
         header = header_of(made, chunks=len(frames), encoded_bytes=total, audit=True)
         self.tell(address, m.Begin, header=header)
 
-    def chunk(self, address: str, id: SampleId, index: int, frame: bytes) -> None:
+    def chunk(self, address: str, id: SampleId, index: int, frame: Frame) -> None:
         term, session = self._sessions[address]
         chunk = m.Chunk(term=term, session=session, id=id, index=index)
         self.do(self.member.received(address, chunk, memoryview(frame)))

@@ -70,7 +70,7 @@ def test_a_link_that_is_cut_in_mid_sample_leaves_nothing_under_way(bench: Bench)
     made, frames = begin(bench, 0)
     kept = [bytearray(frame) for frame in frames]
     for index in range(CHUNKS - 3):
-        bench.chunk(A, made.id, index, kept[index])  # type: ignore[arg-type]
+        bench.chunk(A, made.id, index, kept[index])
     bench.cut(A)
     bench.actions.clear()  # credits and grants hold no frames, and errors would
     for frame in kept:
