@@ -221,16 +221,22 @@ def _states() -> Iterator[bytes]:
         yield _recipe(what, 0, 255, 1, 140, bytes((0, outliers, 0)))
 
 
+DAMAGED = (  # size, layers, odds
+    (SIZES[0], 2, (0, 3, 1)),
+    (SIZES[1], 1, (0, 1, 0)),
+    (SIZES[3], 1, (200, 20, 60)),
+    (SIZES[5], 2, (0, 1, 0)),
+)
+
+
 def _edits(rng: random.Random) -> Iterator[bytes]:
     """Each kind of damage, to the first block and to the second."""
-    for number, size in enumerate((SIZES[0], SIZES[3], SIZES[-1])):
-        for flags, kind, block in itertools.product(
-            (0, BF16, EXACT, EXACT | BF16), range(8), range(2)
-        ):
-            odds = (number * 60, 3, 1) if number < 2 else (0, 1, 0)
-            recipe = _recipe(EDITS | size[0] | flags, 0, size[1], 2, size[2], bytes(odds))
-            for _ in range(4 if number < 2 else 2):
-                yield recipe + bytes((kind | block << 3,)) + rng.randbytes(3)
+    for (size, layers, odds), flags, kind, block in itertools.product(
+        DAMAGED, (0, BF16, EXACT, EXACT | BF16), range(8), range(2)
+    ):
+        recipe = _recipe(EDITS | size[0] | flags, 0, size[1], layers, size[2], bytes(odds))
+        for _ in range(2):
+            yield recipe + bytes((kind | block << 3,)) + rng.randbytes(3)
 
 
 def _payloads() -> Iterator[bytes]:

@@ -19,8 +19,9 @@ API int draftfeed_decode(const struct shape *, const uint8_t *, size_t, uint16_t
                          struct workspace *);
 API const char *draftfeed_error(int);
 
-enum { ISAS = 3, MANY_VALUES = 5 * BLOCK_VALUES / 2, FEW_VALUES = 2 * TILE_VALUES, MAX_EDITS = 16, MORE = 256 * 256 / 4, EXACT_COUNT = 248, GUARD = 0xBEEF };
+enum { ISAS = 3, MANY_VALUES = 5 * BLOCK_VALUES / 2, FEW_VALUES = 2 * TILE_VALUES, MAX_EDITS = 16, MORE = 1 << 15, EXACT_COUNT = 248, GUARD = 0xBEEF };
 
+/* Whoever changes what a recipe means makes the regressions mean something else. */
 struct recipe {
     uint8_t what; /* bits 0-1: what follows; 2: bf16; 3: exact_memory; 4-5: how `hidden` is meant;
                      6-7: when both are set, several blocks */
@@ -265,6 +266,20 @@ static void put_word(struct bytes *payload, size_t at, size_t value) {
     payload->at[at + 1] = (uint8_t)(value >> 8);
 }
 
+/* A count lies, and the bytes are there: the plane that it counts gets so many fields more. */
+static void lengthen(struct bytes *payload, const struct found *block, unsigned plane, unsigned count,
+                     int fill) {
+    const size_t header = block->header + 2 * (plane - 1), end = block->last[plane] + 1;
+    if (header + 2 > payload->size || end > payload->size) return;
+    const unsigned bits = plane < 3 ? 2 : 4;
+    const size_t before = FIELDS(word(payload->at + header), bits), now = FIELDS(count, bits);
+    put_word(payload, header, count);
+    if (now <= before) return;
+    memmove(payload->at + end + now - before, payload->at + end, payload->size - end);
+    memset(payload->at + end, fill, now - before);
+    payload->size += now - before;
+}
+
 /* Applies one edit of four bytes to a payload that was well-formed when its blocks were found. */
 static void edit(struct bytes *payload, struct grid *grid, struct chunk *chunk, const uint8_t *edit) {
     const struct found *block = &chunk->found[(edit[0] >> 3) % chunk->blocks];
@@ -277,14 +292,15 @@ static void edit(struct bytes *payload, struct grid *grid, struct chunk *chunk, 
         payload->at[somewhere] ^= (uint8_t)(small ? small : 1);
         break;
     case 1: /* another dtype byte, other flags; or all is said to be of the other dtype */
-        payload->at[wide % 2] = small % 8;
         if (small & 8) payload->at[0] = (uint8_t)(chunk->bf16 = grid->shape.bf16 ^= 1);
+        else payload->at[wide % 2] = small % 8;
         break;
     case 2: /* a count lies by little, or by much */
         if (count < payload->size) put_word(payload, count, payload->at[count] + wide - 128u);
         break;
     case 3:
-        put_word(payload, count, wide);
+        if (small & 4) lengthen(payload, block, 1 + small % 4 % 3, wide, small & 8 ? 255 : 0);
+        else put_word(payload, count, wide);
         break;
     case 4: /* the end is missing: somewhere, or about where something ends */
         cut = somewhere;
