@@ -91,7 +91,7 @@ model: venv
 
 # What it finds new it keeps in runs/fuzz/corpus, where the next run begins.
 fuzz: venv
-	@$(PY) tests/proto/fuzz/packed_fuzz.py --seconds $(or $(SECONDS),60)
+	@PYTHONPATH=tests/proto $(PY) -m fuzz.packed_fuzz --seconds $(or $(SECONDS),60)
 
 check: venv
 	$(PY) -m ruff check .
