@@ -31,8 +31,8 @@ static void hand_back(uint8_t *to, uint8_t *from, size_t n, size_t room) {
     free(from);
 }
 
-static void centres(const struct kernels *real, const uint16_t *const rows[], size_t count, size_t n,
-                    int bf16, uint8_t *centres) {
+static void centres(const struct kernels *real, const uint16_t *const rows[], size_t count,
+                    size_t n, int bf16, uint8_t *centres) {
     const uint16_t *copies[SAMPLED_ROWS];
     for (size_t j = 0; j < count; j++) copies[j] = copy(rows[j], 2 * n);
     uint8_t *out = malloc(n);
@@ -86,8 +86,8 @@ static size_t expand(const struct kernels *real, const uint8_t *digits, size_t n
     return used;
 }
 
-static void merge(const struct kernels *real, const struct layer *layer, struct cursor *at, size_t n,
-                  const uint8_t *heads, const uint8_t *symbols, const uint8_t *low) {
+static void merge(const struct kernels *real, const struct layer *layer, struct cursor *at,
+                  size_t n, const uint8_t *heads, const uint8_t *symbols, const uint8_t *low) {
     struct layer own = *layer;
     own.bases = copy(layer->bases, layer->hidden + SLACK);
     uint8_t *own_heads = padded(heads, n), *own_symbols = padded(symbols, n), *own_low = NULL;

@@ -50,7 +50,7 @@ def build(folder: Path) -> Path:
         renamed = RENAMED if source.stem in KERNELS else []
         flags = COVERAGE + renamed + emulation.flags(source.name)
         objects.append(_compile(source, folder, flags))
-    for name in ("target.c", "exact.c", "reference.c"):
+    for name in ("target.c", "damage.c", "exact.c", "reference.c"):
         objects.append(_compile(HERE / name, folder, [f"-I{native}"]))
     binary = folder / "packed_fuzz"
     _run([CLANG, "-fsanitize=fuzzer,address,undefined", *map(str, objects), "-o", str(binary)])

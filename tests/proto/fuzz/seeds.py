@@ -43,14 +43,11 @@ EXACT_COUNT = 248
 
 def _states() -> Iterator[bytes]:
     """All ranks or few, exceptions, low bits, large and odd shapes."""
+    literal = bytes(range(0, 250, 5))
     for number, (size, odds) in enumerate(itertools.product(SIZES, ODDS)):
+        layout, layers = number % 4 | number << 2, 1 + number % 3
         for flags in (0, BF16, EXACT, EXACT | BF16):
-            what, layout, layers = (
-                STATES | size[0] | flags,
-                number % 4 | number << 2 & 255,
-                1 + number % 3,
-            )
-            literal = bytes(range(0, 250, 5))
+            what = STATES | size[0] | flags
             yield _recipe(what, layout, size[1], layers, size[2], bytes(odds)) + literal
     for hidden in range(3):
         yield _recipe(STATES | GREATEST, 0, 1, 1, hidden, bytes(ODDS[0]))

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "damage.h"
 #include "exact.h"
 #include "packed.h"
 #include "reference.h"
@@ -19,7 +20,14 @@ API int draftfeed_decode(const struct shape *, const uint8_t *, size_t, uint16_t
                          struct workspace *);
 API const char *draftfeed_error(int);
 
-enum { ISAS = 3, MANY_VALUES = 5 * BLOCK_VALUES / 2, FEW_VALUES = 2 * TILE_VALUES, MAX_EDITS = 16, MORE = 1 << 15, EXACT_COUNT = 248, GUARD = 0xBEEF };
+enum {
+    ISAS = 3,
+    FEW_VALUES = 2 * TILE_VALUES,
+    MANY_VALUES = 5 * BLOCK_VALUES / 2,
+    EXACT_COUNT = 248, /* `outliers` that mean as many exceptions as a block may have, or nearly */
+    MAX_EDITS = 16,
+    GUARD = 0xBEEF,
+};
 
 /* Whoever changes what a recipe means makes the regressions mean something else. */
 struct recipe {
@@ -29,7 +37,7 @@ struct recipe {
     uint8_t rows, layers, hidden;
     uint8_t spread, outliers, inexact; /* how frequent: high ranks, exceptions, low bits */
     uint8_t seed[4];
-    uint8_t cut[2]; /* a capacity that is too small, in 65,536ths of what is needed; odd: by 1 byte */
+    uint8_t cut[2]; /* too small a capacity: 65,536ths of what is needed; odd: a byte less */
 };
 enum { PAYLOAD, STATES, EDITS }; /* what may follow */
 
@@ -40,22 +48,17 @@ struct grid {
     size_t size;
 };
 
-struct bytes {
-    uint8_t *at;
-    size_t size;
-};
-
 static struct workspace *workspace;
 static uint64_t random_state;
 
-#define CHECK(condition, ...) \
-    do \
-        if (!(condition)) { \
-            fprintf(stderr, "%s: ", #condition); \
-            fprintf(stderr, __VA_ARGS__); \
-            fputc('\n', stderr); \
-            abort(); \
-        } \
+#define CHECK(condition, ...)                        \
+    do                                               \
+        if (!(condition)) {                          \
+            fprintf(stderr, "%s: ", #condition);     \
+            fprintf(stderr, __VA_ARGS__);            \
+            fputc('\n', stderr);                     \
+            abort();                                 \
+        }                                            \
     while (0)
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
@@ -66,8 +69,6 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
 
 /* Whether this processor runs these kernels. */
 static int runs(int isa) { return isa >= 0 && draftfeed_isas() >> isa & 1; }
-
-static unsigned word(const uint8_t *at) { return at[0] | at[1] << 8; }
 
 /* xorshift64 */
 static uint64_t next_random(void) {
@@ -84,10 +85,17 @@ static struct shape shape_of(const struct recipe *recipe) {
     const size_t most = recipe->what >> 6 == 3 ? MANY_VALUES : FEW_VALUES;
     shape.bf16 = recipe->what >> 2 & 1;
     switch (recipe->what >> 4 & 3) {
-    case 0: shape.hidden = recipe->hidden; break;
-    case 1: shape.hidden = recipe->hidden % 32 * 64; break;
-    case 2: shape.hidden = recipe->hidden * 37; break;
-    default: shape.hidden = MAX_HIDDEN - 1 + recipe->hidden % 3;
+    case 0:
+        shape.hidden = recipe->hidden;
+        break;
+    case 1:
+        shape.hidden = recipe->hidden % 32 * 64;
+        break;
+    case 2:
+        shape.hidden = recipe->hidden * 37;
+        break;
+    default:
+        shape.hidden = MAX_HIDDEN - 1 + recipe->hidden % 3;
     }
     if (shape.layers * shape.hidden > most) shape.layers = 1;
     while (shape.rows > 1 && shape.rows * shape.layers * shape.hidden > most) shape.rows /= 2;
@@ -181,7 +189,8 @@ static void decode_everywhere(const struct grid *grid, struct chunk *chunk,
             for (size_t l = 0; l < shape.layers; l++) /* anything may be there, but only there */
                 for (size_t r = 0; r < shape.rows; r++)
                     for (size_t c = 0; c < shape.hidden; c++) row_at(grid, r, l)[c] = GUARD;
-        CHECK(!memcmp(grid->memory, expected, 2 * grid->size), "kernels %d decode others", shape.isa);
+        int same = !memcmp(grid->memory, expected, 2 * grid->size);
+        CHECK(same, "kernels %d decode others", shape.isa);
     }
     free(expected);
 }
@@ -192,11 +201,13 @@ static void decode_everywhere(const struct grid *grid, struct chunk *chunk,
 static uint16_t likely(const struct recipe *recipe, int bf16, size_t i, size_t channel) {
     const uint64_t bits = next_random();
     uint16_t any = (uint16_t)bits;
-    int outlier = (bits >> 16 & 1023) < recipe->outliers, inexact = (bits >> 26 & 255) < recipe->inexact;
-    if (recipe->outliers >= EXACT_COUNT) { /* about as many exceptions as a block may have */
-        unsigned count = MAX_EXCEPTIONS - 4u + recipe->outliers - EXACT_COUNT;
-        outlier = bf16 && i % 15 == 0 && i % BLOCK_VALUES / 15 < count;
-        inexact = !bf16 && i % 15 == 0 && i % BLOCK_VALUES / 15 < count;
+    int outlier = (bits >> 16 & 1023) < recipe->outliers;
+    int inexact = (bits >> 26 & 255) < recipe->inexact;
+    if (recipe->outliers >= EXACT_COUNT) {
+        size_t count = MAX_EXCEPTIONS - 4u + recipe->outliers - EXACT_COUNT;
+        int chosen = i % 15 == 0 && i % BLOCK_VALUES / 15 < count;
+        outlier = bf16 && chosen;
+        inexact = !bf16 && chosen;
         any = outlier ? any & 0x807F : any | 1;
     }
     if (outlier) return any;
@@ -258,73 +269,6 @@ static struct bytes encode_everywhere(const struct recipe *recipe, const struct 
     return payload;
 }
 
-/* Damage */
-
-static void put_word(struct bytes *payload, size_t at, size_t value) {
-    if (at + 2 > payload->size) return; /* cut off by another edit */
-    payload->at[at] = (uint8_t)value;
-    payload->at[at + 1] = (uint8_t)(value >> 8);
-}
-
-/* A count lies, and the bytes are there: the plane that it counts gets so many fields more. */
-static void lengthen(struct bytes *payload, const struct found *block, unsigned plane, unsigned count,
-                     int fill) {
-    const size_t header = block->header + 2 * (plane - 1), end = block->last[plane] + 1;
-    if (header + 2 > payload->size || end > payload->size) return;
-    const unsigned bits = plane < 3 ? 2 : 4;
-    const size_t before = FIELDS(word(payload->at + header), bits), now = FIELDS(count, bits);
-    put_word(payload, header, count);
-    if (now <= before) return;
-    memmove(payload->at + end + now - before, payload->at + end, payload->size - end);
-    memset(payload->at + end, fill, now - before);
-    payload->size += now - before;
-}
-
-/* Applies one edit of four bytes to a payload that was well-formed when its blocks were found. */
-static void edit(struct bytes *payload, struct grid *grid, struct chunk *chunk, const uint8_t *edit) {
-    const struct found *block = &chunk->found[(edit[0] >> 3) % chunk->blocks];
-    const unsigned small = edit[1], wide = word(edit + 2);
-    const size_t somewhere = payload->size * wide >> 16, count = block->header + small % 4 * 2;
-    size_t cut = payload->size;
-    if (payload->size < 2) return;
-    switch (edit[0] & 7) {
-    case 0: /* bits flip */
-        payload->at[somewhere] ^= (uint8_t)(small ? small : 1);
-        break;
-    case 1: /* another dtype byte, other flags; or all is said to be of the other dtype */
-        if (small & 8) payload->at[0] = (uint8_t)(chunk->bf16 = grid->shape.bf16 ^= 1);
-        else payload->at[wide % 2] = small % 8;
-        break;
-    case 2: /* a count lies by little, or by much */
-        if (count < payload->size) put_word(payload, count, payload->at[count] + wide - 128u);
-        break;
-    case 3:
-        if (small & 4) lengthen(payload, block, 1 + small % 4 % 3, wide, small & 8 ? 255 : 0);
-        else put_word(payload, count, wide);
-        break;
-    case 4: /* the end is missing: somewhere, or about where something ends */
-        cut = somewhere;
-        if (small & 1) cut = (small & 2 ? block->positions : block->header) + wide % 64;
-        if (small & 1) cut = cut < 32 ? 0 : cut - 32;
-        break;
-    case 5: /* the position of an exception: about n, or that of another */
-        if (!block->exceptions) break;
-        put_word(payload, block->positions + wide % block->exceptions * 2,
-                 small & 64 ? small : block->n + small % 4 - 2);
-        break;
-    case 6: /* there is more */
-        memset(payload->at + payload->size, (int)(wide & 255), small * small / 4);
-        cut += small * small / 4;
-        payload->size = cut;
-        break;
-    case 7: /* table and bases; or what readers ignore in the last byte of a plane */
-        if (small & 1) payload->at[wide % 64 % payload->size] = (uint8_t)(small >> 1);
-        else if (block->last[small / 2 % 4] < payload->size)
-            payload->at[block->last[small / 2 % 4]] |= 0xF0;
-    }
-    if (cut < payload->size) payload->size = cut;
-}
-
 /* One input */
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -355,9 +299,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         free(states);
     }
     if (follows == EDITS && payload.size) {
-        payload.at = realloc(payload.at, payload.size + MAX_EDITS * MORE);
-        for (size_t i = 0; i < MAX_EDITS && 4 * i + 4 <= size; i++) 
-            edit(&payload, &grid, &chunk, data + 4 * i);
+        payload.at = realloc(payload.at, payload.size + MAX_EDITS * DAMAGE_ADDS);
+        for (size_t i = 0; i < MAX_EDITS && 4 * i + 4 <= size; i++)
+            damage(&payload, &chunk, data + 4 * i);
+        shape->bf16 = chunk.bf16;
         payload.at = realloc(payload.at, payload.size ? payload.size : 1);
         decode_everywhere(&grid, &chunk, &payload);
     }

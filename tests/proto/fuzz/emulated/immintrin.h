@@ -121,7 +121,7 @@ COMPARED(_mm512_cmplt_epu8_mask, __mmask64, u8, a.u8[i] < b.u8[i])
 COMPARED(_mm512_test_epi16_mask, __mmask32, u16, (a.u16[i] & b.u16[i]) != 0)
 
 /* Neighbours together. */
-EMULATED int32_t saturated(int32_t sum) { return sum < -32768 ? -32768 : sum > 32767 ? 32767 : sum; }
+EMULATED int saturated(int sum) { return sum < -32768 ? -32768 : sum > 32767 ? 32767 : sum; }
 BINARY(_mm512_maddubs_epi16, i16,
        saturated(a.u8[2 * i] * b.i8[2 * i] + a.u8[2 * i + 1] * b.i8[2 * i + 1]))
 BINARY(_mm512_madd_epi16, u32,
