@@ -3,7 +3,10 @@
 ConsumerError (ValueError)
 ├── BufferTooSmall       the buffer cannot hold what the trainer needs at once
 ├── TrainerError         the [trainer] table names nothing that can be run
+├── ExportError          files for another trainer that cannot be made, or not trained on
 ├── StateError           a checkpoint's state that is not this stream's, or none at all
+├── BudgetExceeded       samples that a packed batch has no room for
+├── InWorkerProcess      a DataLoader with workers: each would be a member of its own
 ├── AddressError         an address ZeroMQ does not understand
 └── StreamError          the stream ended otherwise than at the end of its samples
     ├── StreamRefused    the producer will not serve this consumer: configuration, not weather
@@ -33,8 +36,31 @@ class TrainerError(ConsumerError):
         self.reason = reason
 
 
+class ExportError(ConsumerError):
+    """Files for another trainer that cannot be made of this stream, or not trained on so."""
+
+
 class StateError(ConsumerError):
     """Not a state of ours, of another stream, or given when samples had already come."""
+
+
+class BudgetExceeded(ConsumerError):
+    def __init__(self, rows: int, samples: int, token_budget: int) -> None:
+        super().__init__(
+            f"{rows} rows in {samples} sample{'s' * (samples > 1)} do not fit into token_budget = "
+            f"{token_budget}; make it larger, or reject samples that are longer"
+        )
+        self.rows, self.samples, self.token_budget = rows, samples, token_budget
+
+
+class InWorkerProcess(ConsumerError):
+    def __init__(self, told: str = "") -> None:
+        """told: what a DataLoader adds when it raises this again for its worker: where in there
+        it was, which helps nobody."""
+        super().__init__(
+            "a stream is one member of its group, and a worker process would be another: use "
+            "DataLoader(stream, num_workers=0); receiving and decoding have threads of their own"
+        )
 
 
 class AddressError(ConsumerError):

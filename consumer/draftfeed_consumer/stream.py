@@ -4,7 +4,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import torch
@@ -13,7 +13,7 @@ from draftfeed_consumer.actions import Attach, Identity
 from draftfeed_consumer.attachment import Options
 from draftfeed_consumer.buffer import Buffer, BufferConfig, BufferStatistics
 from draftfeed_consumer.client import Client, ClientConfig
-from draftfeed_consumer.errors import ConsumerError, StateError, StreamClosed
+from draftfeed_consumer.errors import ConsumerError, InWorkerProcess, StateError, StreamClosed
 from draftfeed_consumer.ledger import Ledger, parse, plain
 from draftfeed_consumer.membership import Membership
 from draftfeed_consumer.ranks import Agreement, Life, Ranks
@@ -166,7 +166,15 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
             return Life(ranks.incarnation, 0, str(self._client.failure))
         return Life(ranks.incarnation, self._client.term)
 
+    def __reduce__(self) -> NoReturn:
+        raise InWorkerProcess
+
     def __iter__(self) -> Iterator[Item]:
+        if torch.utils.data.get_worker_info() is not None:
+            raise InWorkerProcess
+        return self._items()
+
+    def _items(self) -> Iterator[Item]:
         dtype = torch.float16 if self.descriptor.dtype == "fp16" else torch.bfloat16
         self._begin()
         while (sample := self._next(idle=self._save_if_wanted)) is not None:
