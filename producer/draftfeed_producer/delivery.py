@@ -274,7 +274,7 @@ class Delivery:
             self.ledger_known = True
             self.checkpoint_samples = message.checkpoint_samples
         self._out.claim(member, {id for id in message.held if self._unfinished(id)})
-        session.open = member.opened = True
+        self._out.open(member, session)
         actions.append(self._out.send(session, m.Opened))
         return [*actions, *self._out.offers()]
 
@@ -386,7 +386,7 @@ class Delivery:
     def _committable(self) -> set[SampleId]:
         """Samples that the group may have trained."""
         received = self.fencing.received
-        if not self.fencing.complete:
+        if self.fencing.resumed and not self.fencing.complete:
             received |= set(self.stock)  # of a rank that has not attached again after a restart
         return received
 

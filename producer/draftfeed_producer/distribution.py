@@ -46,6 +46,7 @@ class Distribution:
             return []
         if session.sending is None and session.granted:
             id = session.granted.popleft()
+            session.given += 1
             session.sending = (id, 0)
             return [self.send(session, m.Begin, header=self.stock[id])]
         if session.sending is None or session.sent_bytes >= session.credit_bytes:
@@ -70,26 +71,27 @@ class Distribution:
     def offers(self) -> list[Action]:
         """New offers to whoever has few; and the end, when there is nothing to offer."""
         live = self.fencing.live if self.fencing.complete else []
-        # By members, not by those here: the first to open would get what the others wait for.
-        members = self.fencing.term.members if self.fencing.term else 1
-        share = max(LEAST_OFFERED_SAMPLES, OFFERED_SAMPLES // members)
-        fresh: list[Action] = []
-        for session in sorted(live, key=lambda one: len(one.offered)):
-            samples = list(self._draw(share - len(session.offered)))
-            if samples:
-                session.offered.update(id for id, _ in samples)
-                fresh.append(self.send(session, m.Offer, samples=samples))
+        fresh = self._deal(live)
         if fresh:
             for session in live:
                 session.end_sent = False
-        return [*fresh, *self.endings()]
+        offers = [self.send(session, m.Offer, samples=samples) for session, samples in fresh]
+        return [*offers, *self.endings()]
 
-    def _draw(self, count: int) -> Iterator[tuple[SampleId, int]]:
-        for _ in range(count):
+    def _deal(self, live: list[Session]) -> list[tuple[Session, list[tuple[SampleId, int]]]]:
+        """One by one, to whoever waits for least: the ranks of a run step together, and one that
+        has nothing takes part for nothing."""
+        members = self.fencing.term.members if self.fencing.term else 1
+        share = max(LEAST_OFFERED_SAMPLES, OFFERED_SAMPLES // members)
+        dealt: dict[Session, list[tuple[SampleId, int]]] = {}
+        while hungry := [session for session in live if len(session.offered) < share]:
             header = self.stock.take()
             if header is None:
-                return
-            yield header.id, header.decoded_bytes
+                break
+            session = min(hungry, key=lambda one: (len(one.offered) + len(one.granted), one.given))
+            session.offered.add(header.id)
+            dealt.setdefault(session, []).append((header.id, header.decoded_bytes))
+        return list(dealt.items())
 
     def endings(self) -> list[Action]:
         """Nothing is left that a member could still get in this term."""
@@ -142,6 +144,12 @@ class Distribution:
         return sum(self.stock[id].encoded_bytes for id in trained if id in self.stock)
 
     # bookkeeping
+
+    def open(self, member: Member, session: Session) -> None:
+        """From now on it gets its share. It starts level with those that got least, or one that
+        was away would have the queue for itself until it has caught up."""
+        session.given = min((other.given for other in self.fencing.live), default=0)
+        session.open = member.opened = True
 
     def claim(self, member: Member, held: set[SampleId]) -> None:
         """What a member still has stays with it, also when we have lost it and will generate it

@@ -122,13 +122,13 @@ class Fencing:
 
     @property
     def complete(self) -> bool:
-        """Whether samples may be offered: the leader has said what is trained, and nobody that
-        attached before a restart of ours still has samples that we do not know of."""
+        """Whether samples may be offered: the leader has said what is trained, the others what
+        they have, and all are there to get their share."""
         opened = [member for member in self.members.values() if member.opened]
         if not any(member.leader for member in opened):
             return False
         assert self.term is not None
-        return not self.resumed or len(opened) >= self.term.members
+        return len(opened) >= self.term.members
 
     def suspects(self, before: dict[SampleId, int]) -> dict[SampleId, int]:
         """Counts when this term ends: samples that a lost member was at work on, and how many

@@ -85,6 +85,8 @@ class Session:
         """(term, number) of the last commit when a checkpoint was asked for."""
         self.offered: set[SampleId] = set()
         self.granted: deque[SampleId] = deque()
+        self.given = 0
+        """Samples begun to send; beside the others' it says whose turn it is."""
         self.sending: tuple[SampleId, int] | None = None
         """(sample, index of its next chunk)"""
         self.credit_bytes = 0

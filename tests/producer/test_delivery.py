@@ -106,7 +106,7 @@ def test_what_was_only_offered_to_a_lost_member_goes_to_another() -> None:
     ranks = [Member(delivery, name, rank, 2) for rank, name in enumerate((ALICE, BOB))]
     for rank in ranks:
         rank.attach()
-    assert offered(ranks[0].lose()) == [0, 1, 2, 3]
+    assert offered(ranks[0].lose()) == [0, 2]
 
 
 def test_leases_of_a_lost_group_go_back_in_order(delivery: Delivery, member: Member) -> None:
