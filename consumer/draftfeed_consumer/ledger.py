@@ -61,8 +61,8 @@ class Ledger:
         """Highest known, here or at a producer."""
         self._parent = 0
         self._term = 0
-        self.loaded_term = 0
-        """Of the checkpoint this process began with; 0 without one."""
+        self.began = (0, 0)
+        """(term, number) of the checkpoint this process began with; zeros without one."""
         self.trained_count = 0
         """Since this process began."""
 
@@ -153,7 +153,7 @@ class Ledger:
             self._trained = IdSet.from_wire(loaded.trained)
             self._committed = self._trained.copy()
             self._durable = (loaded.term, loaded.number)
-            self.loaded_term = loaded.term
+            self.began = self._durable
             self._number = max(self._number, loaded.number)
             self._parent = loaded.number
         return loaded

@@ -87,9 +87,10 @@ class Membership(Attachment):
         """
         self._loaded = True
         self._checkpoint_samples = checkpoint_samples
-        if not self._begun and self._ledger.loaded_term >= self.term:
+        loaded_term, _ = self._ledger.began
+        if not self._begun and loaded_term >= self.term:
             # The producers have forgotten a term that the checkpoint remembers.
-            return self._raise_to(self._ledger.loaded_term + 1)
+            return self._raise_to(loaded_term + 1)
         return self._opens()
 
     def _opens(self) -> list[Action]:

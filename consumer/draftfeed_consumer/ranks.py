@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from draftfeed_consumer.errors import ConsumerError, StreamClosed
+from draftfeed_consumer.errors import ConsumerError, StateError, StreamClosed
 from draftfeed_consumer.ledger import LedgerState, union
 
 WAIT_TIMEOUT = timedelta(days=7)
@@ -93,7 +93,7 @@ class Ranks:
 
     def all_true(self, here: bool) -> bool:
         """Whether it is so on every rank."""
-        return not self._any([not here])[0]
+        return not any(self._largest([not here]))
 
     def barrier(self) -> None:
         """Every rank has come as far."""
@@ -102,6 +102,7 @@ class Ranks:
     def agree(
         self,
         have_batch: bool,
+        began: tuple[int, int] = (0, 0),
         *,
         more: bool = False,
         checkpoint: bool = False,
@@ -110,18 +111,32 @@ class Ranks:
         """Before each step: whether all take it, so that no rank waits for ever in the gradients'
         all-reduce for one that has run out of samples.
 
-        more: this rank has no batch now, but its stream has not ended.
+        began: (term, number) of the checkpoint that this rank loaded. more: it has no batch now,
+        but its stream has not ended.
+
+        Raises StateError when they began differently: what one of them takes for trained is then
+        not in the weights of another.
         """
-        step, more, checkpoint, draining = self._any([have_batch, more, checkpoint, draining])
+        flags = [have_batch, more, checkpoint, draining]
+        *agreed, term, less_term, number, less_number = self._largest(
+            [*map(int, flags), began[0], -began[0], began[1], -began[1]]
+        )
+        if (term, number) != (-less_term, -less_number):
+            raise StateError(
+                f"the ranks began with different checkpoints, rank {self.rank} with number "
+                f"{began[1]} of term {began[0]}; let the first one choose, for all"
+            )
+        step, more, checkpoint, draining = map(bool, agreed)
         return Agreement(step, checkpoint, draining, over=not step and (draining or not more))
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
 
-    def _any(self, flags: list[bool]) -> list[bool]:
-        votes = torch.tensor(flags, dtype=torch.int64)
+    def _largest(self, values: list[int]) -> list[int]:
+        """Of each of these, over all ranks."""
+        votes = torch.tensor(values, dtype=torch.int64)
         _wait_for(dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group, async_op=True))
-        return [bool(vote) for vote in votes]
+        return [int(vote) for vote in votes]
 
     def _broadcast(self, life: Life | None, given_up: Callable[[], bool]) -> Life:
         data = msgspec.json.encode(life) if self.leader else b""

@@ -232,13 +232,17 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         self._client.checkpoint_samples = samples
 
     def agree(self, have_batch: bool) -> Agreement:
-        """Before each step of a data-parallel run: what all ranks do. See `Agreement`."""
+        """Before each step of a data-parallel run: what all ranks do. See `Agreement`.
+
+        Raises StateError when they loaded different states."""
         draining, wanted = self.draining, self.checkpoint_wanted
         if self._ranks is None:
             over = not have_batch and (draining or self._buffer.ended)
             return Agreement(have_batch, wanted, draining, over)
         more = not have_batch and not self._buffer.ended
-        agreed = self._ranks.agree(have_batch, more=more, checkpoint=wanted, draining=draining)
+        agreed = self._ranks.agree(
+            have_batch, self._ledger.began, more=more, checkpoint=wanted, draining=draining
+        )
         if agreed.draining:
             self.drain()
         return agreed

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from draftfeed_consumer.errors import ConsumerError
+from draftfeed_consumer.errors import ConsumerError, StateError
 from draftfeed_consumer.ledger import Ledger, parse, plain
 from draftfeed_consumer.ranks import Life, Ranks
 from draftfeed_proto.ids import SampleId
@@ -69,6 +69,15 @@ def states(ranks: Ranks) -> object:
 def life(ranks: Ranks) -> object:
     shared = ranks.share(Life(ranks.incarnation, 5) if ranks.leader else None)
     return {"term": shared.term, "incarnation": ranks.incarnation, "all": ranks.all_true(True)}
+
+
+def begins(ranks: Ranks) -> object:
+    """Rank 1 found an older checkpoint, and then the same one."""
+    try:
+        ranks.agree(True, began=(3, 18 - ranks.rank))
+    except StateError as error:
+        return [str(error), ranks.agree(True, began=(3, 18)).step]
+    return "nothing"
 
 
 def dies(ranks: Ranks) -> object:

@@ -75,6 +75,15 @@ def test_other_ranks_get_the_leaders_term_and_incarnation() -> None:
     assert first["incarnation"]
 
 
+def test_ranks_that_loaded_different_checkpoints_do_not_train() -> None:
+    """One may see what an older node saves late. The weights are then of one checkpoint, and what
+    counts as trained is of both."""
+    (first, step), (second, _) = both("begins")
+    assert "rank 0 with number 18 of term 3; let the first one choose" in first
+    assert "rank 1 with number 17 of term 3" in second
+    assert step
+
+
 def test_rank_that_died_is_noticed_by_the_others() -> None:
     first, _ = both("dies", codes=(0, 1))
     assert first.startswith("another rank is gone; start the whole group again")
