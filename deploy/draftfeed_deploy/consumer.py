@@ -39,7 +39,7 @@ def run_consumer(
     attach: Attach = Attach(),  # noqa: B008 - frozen
 ) -> None:
     """Returns when the trainer has, at the end of the samples or after a signal, and the producers
-    know its last checkpoint.
+    know its last checkpoint. One of several ranks writes into a directory of its own in `run_dir`.
 
     Raises ConsumerError, CommitUnknown, OutputError, DirectoryInUse, and KeyboardInterrupt after a
     second signal or when a drain takes too long.
@@ -49,6 +49,9 @@ def run_consumer(
     with ExitStack() as stack:
         stack.enter_context(on_signal(interrupt))
         ranks = Ranks.from_environment()
+        if ranks is not None:  # panels would overwrite each other, and lines get mixed up
+            run_dir = run_dir and run_dir / f"rank{ranks.rank}"
+            console = Console(file=console.file, force_terminal=False)
         claim = None
         if ranks is None or ranks.leader:
             claim = stack.enter_context(claimed(run.output_dir, takeover=attach.takeover))

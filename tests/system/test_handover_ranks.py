@@ -49,7 +49,7 @@ def ranks(run: Run, life: str, *options: str) -> list[Run.Process]:
         port = str(probe.getsockname()[1])
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return [
-        run.start("consumer", *RANKED, *options, run_dir=f"{life}{n}", RANK=str(n), **world)
+        run.start("consumer", *RANKED, *options, run_dir=life, RANK=str(n), **world)
         for n in range(2)
     ]
 
@@ -60,12 +60,14 @@ def test_drain_of_the_first_rank_ends_all_and_the_next_start_trains_only_the_res
     producer = run.start("producer")
     first = ranks(run, "first", "--set", "trainer.options.step_seconds=0.5")
     for n in range(2):
-        run.wait_for_lines(f"first{n}/steps.jsonl", 2)
+        run.wait_for_lines(f"first/rank{n}/steps.jsonl", 2)
     code, output = run.ended(run.drain())
     assert code == 0, output
     assert f"draining the consumer {first[0].pid} on " in output
     for process in (*first, *ranks(run, "second")):
         run.succeeds(process)
     run.succeeds(producer)
-    steps = [id for life in ("first", "second") for n in range(2) for id in run.steps(f"{life}{n}")]
+    steps = [
+        id for life in ("first", "second") for n in range(2) for id in run.steps(f"{life}/rank{n}")
+    ]
     assert sorted(steps) == sorted(run.expected())
