@@ -18,10 +18,8 @@ that. It does no harm:
 """
 
 import logging
-import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,22 +79,3 @@ def rotate(output_dir: Path, made: Path, count: int) -> None:
     for old in saved:
         if old < complete[-count:][0]:
             shutil.rmtree(old.path, ignore_errors=True)
-
-
-def write_durably(path: Path, write: Callable[[Any], Any]) -> None:
-    """The file is whole and on the disk when this returns, or it is not there."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_directory(path.parent)
-
-
-def fsync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

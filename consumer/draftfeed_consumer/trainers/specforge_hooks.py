@@ -21,14 +21,10 @@ from specforge.runtime.data_plane.feature_store import FeatureStore
 from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChannel
 from specforge.training.checkpoint import CheckpointManager
 
+from draftfeed_consumer.checkpoints import fsync_directory, write_durably
 from draftfeed_consumer.policy import Policy, verdict
 from draftfeed_consumer.trainers import Item, SampleStream
-from draftfeed_consumer.trainers.specforge_checkpoints import (
-    checkpoint_name,
-    fsync_directory,
-    rotate,
-    write_durably,
-)
+from draftfeed_consumer.trainers.specforge_checkpoints import checkpoint_name, rotate
 from draftfeed_proto.ids import SampleId
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,84 @@
+"""Checkpoints of a training loop of your own: durable before the producer hears of them.
+
+    directory/
+        NAME-000003-00000017.pt    term 3, checkpoint 17 of the run
+
+Another node may take over while this one is saving, and both save to the same place when that is
+shared storage. So a checkpoint is named by the term and number of the stream's state: no two nodes
+ever have the same term, and the newest one is that of the highest, whenever it was written.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftfeed_consumer.trainers import SampleStream
+
+STREAM_STATE = "draftfeed"
+
+
+class Checkpoints:
+    """Those of one trainer in one directory, with the stream's state in each."""
+
+    def __init__(
+        self, directory: Path, stream: SampleStream, name: str = "checkpoint", keep: int = 2
+    ) -> None:
+        """keep: so many of the newest; older ones are deleted."""
+        self._directory, self._stream = directory, stream
+        self._name, self._keep = name, keep
+
+    def paths(self) -> list[Path]:
+        """Oldest first, by term and number."""
+        return sorted(self._directory.glob(f"{self._name}-*.pt"))
+
+    def load(self) -> dict[str, Any] | None:
+        """What `save` was given for the newest one, on the CPU, or None when there is none. The
+        stream goes on from there, and delivers only what that one has not seen.
+
+        Waits until the stream is ours: from then on nothing that an older node still saves can
+        count. Raises StreamError, and StateError when the checkpoint is of another stream.
+        """
+        assert self._stream.descriptor
+        if not (paths := self.paths()):
+            return None
+        parts: dict[str, Any] = torch.load(paths[-1], map_location="cpu")
+        self._stream.load_state_dict(parts.pop(STREAM_STATE))
+        return parts
+
+    def save(self, parts: dict[str, Any]) -> Path:
+        """At a step boundary. When it returns the checkpoint is on the disk, and the producer is
+        being told that what was trained so far need not be kept.
+
+        parts: state dicts and plain values, under any name but "draftfeed".
+        """
+        state = self._stream.state_dict()
+        name = f"{self._name}-{state['term']:06d}-{state['number']:08d}.pt"
+        path = self._directory / name
+        write_durably(path, lambda file: torch.save({**parts, STREAM_STATE: state}, file))
+        self._stream.committed(state)
+        for old in self.paths()[: -self._keep]:
+            old.unlink(missing_ok=True)
+        return path
+
+
+def write_durably(path: Path, write: Callable[[Any], Any]) -> None:
+    """The file is whole and on the disk when this returns, or it is not there."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """New names are in it for good."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
