@@ -23,6 +23,7 @@ NO_LABEL = -100
 """In padding; what torch's cross_entropy leaves out unless told otherwise."""
 NO_DOCUMENT = -1
 POLL_SECONDS = 0.2
+CAST_ROWS = 16
 
 Item = dict[str, Any]
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class Collator:
             batch["input_ids"][place] = item["input_ids"][:-1]
             batch["labels"][place] = item["input_ids"][1:]
             batch["loss_mask"][place] = item["loss_mask"][1:].bool()
-            batch["hidden_states"][place] = item["hidden_states"]
+            _cast(item["hidden_states"], into=batch["hidden_states"][place])
             batch["position_ids"][place] = torch.arange(length)
             batch["document_ids"][place] = document
         # Only there: filling all of it first would write most of a large tensor twice.
@@ -180,6 +181,16 @@ class Collator:
             return value
 
         return cast(Batch, {name: moved(value) for name, value in batch.items()})
+
+
+def _cast(states: torch.Tensor, into: torch.Tensor) -> None:
+    """Both [n, L, H]. torch converts float16 to bfloat16 value by value; to float32 and on from
+    there it has vectors, and the way round is the faster one while float32 stays in the cache."""
+    if (states.dtype, into.dtype) != (torch.float16, torch.bfloat16):
+        into.copy_(states)
+        return
+    for part, target in zip(states.split(CAST_ROWS), into.split(CAST_ROWS), strict=True):
+        target.copy_(part.float())
 
 
 def rows(item: Item) -> int:

@@ -111,12 +111,13 @@ def test_loss_of_a_padded_and_of_a_packed_batch_is_that_of_the_samples() -> None
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_states_are_cast_as_they_arrive(wire: torch.dtype, dtype: torch.dtype) -> None:
-    """fp16 in the drafter's own computation overflows: 300 * 300 is already too much for it."""
-    states = torch.full((2, LAYERS, HIDDEN), 300.0, dtype=wire)
-    item = {**items([2])[0], "hidden_states": states}
+    """fp16 in the drafter's own computation overflows: 300 squared is too much for it already."""
+    states = (300 * torch.randn(40, LAYERS, HIDDEN)).to(wire)
+    item = {**items([40])[0], "hidden_states": states}
     arrived = Collator(dtype=dtype)([item])["hidden_states"]
     assert arrived.dtype == dtype
     assert torch.equal(arrived[0], states.to(dtype))
+    assert not torch.isfinite(states * states).all() or wire == torch.bfloat16
     assert torch.isfinite(arrived * arrived).all()
 
 
