@@ -3,11 +3,13 @@
 ConsumerError (ValueError)
 ├── BufferTooSmall       the buffer cannot hold what the trainer needs at once
 ├── TrainerError         the [trainer] table names nothing that can be run
+├── DrafterError         a drafter's files cannot be used, or not with this target
 ├── ExportError          files for another trainer that cannot be made, or not trained on
 ├── StateError           a checkpoint's state that is not this stream's, or none at all
 ├── BudgetExceeded       samples that a packed batch has no room for
 ├── InWorkerProcess      a DataLoader with workers: each would be a member of its own
 ├── AddressError         an address ZeroMQ does not understand
+├── LauncherError        torchrun was started so that its restarts cannot work
 └── StreamError          the stream ended otherwise than at the end of its samples
     ├── StreamRefused    the producer will not serve this consumer: configuration, not weather
     ├── ProducerClosing  the producer was shut down in an orderly way and did not come back
@@ -40,6 +42,10 @@ class ExportError(ConsumerError):
     """Files for another trainer that cannot be made of this stream, or not trained on so."""
 
 
+class DrafterError(ConsumerError):
+    """A drafter's files cannot be used, or not with this target."""
+
+
 class StateError(ConsumerError):
     """Not a state of ours, of another stream, or given when samples had already come."""
 
@@ -70,6 +76,15 @@ class AddressError(ConsumerError):
             '"tcp://HOST:PORT"'
         )
         self.address, self.reason = address, reason
+
+
+class LauncherError(ConsumerError):
+    def __init__(self) -> None:
+        super().__init__(
+            "torchrun's restarts do not work with the store that its ranks share; start it with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d, or "
+            "without --max-restarts"
+        )
 
 
 class StreamError(ConsumerError):

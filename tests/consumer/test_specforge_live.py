@@ -15,11 +15,12 @@ import torch
 
 import smollm2_samples
 import tiny_target
+from draftfeed_consumer import drafter_files
 from draftfeed_consumer.errors import StreamClosed, StreamLost, TrainerError
-from draftfeed_consumer.evaluate import accepted_length
+from draftfeed_consumer.evaluate import accepted_length, decode, load_target
 from draftfeed_consumer.policy import Policy
 from draftfeed_consumer.trainers import TrainerRun, TrainResult, dflash
-from draftfeed_consumer.trainers.specforge import check, draft_config, train
+from draftfeed_consumer.trainers.specforge import check, train
 from draftfeed_consumer.trainers.specforge_checkpoints import STATE_FILE, latest_checkpoint
 from draftfeed_consumer.trainers.specforge_hooks import has_supervised_pair, to_tensors
 from memory_stream import Item, MemoryStream, checkpoints, sample_id
@@ -379,10 +380,12 @@ def test_many_passes_over_32_samples_teach_them_by_heart(
     stream = MemoryStream(smollm2_samples.DESCRIPTOR, items)
     result = train(stream, run)
     assert sorted(stream.trained_ids) == sorted(item["id"] for item in items)
-    prompts = [_prompt(item) for item in smollm2_items]
-    found = accepted_length(
-        prompts, smollm2_dir, draft_config(run, smollm2_samples.LAYER_IDS), result.checkpoint, 16
-    )
+    assert result.checkpoint is not None
+    drafter = drafter_files.load(drafter_files.read(result.checkpoint))
+    model = load_target(smollm2_dir)
+    prompts = [_prompt(item) for item in smollm2_items[::4]]
+    stops = [model.generation_config.eos_token_id]
+    found = accepted_length([*decode(drafter, model, prompts, 16, stops)], drafter.block_size)
     record_property("accepted length, tokens a target call", f"{found.mean:.2f}")
     assert found.same_as_greedy
     assert found.mean >= 1.5, found

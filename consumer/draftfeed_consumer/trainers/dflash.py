@@ -60,7 +60,8 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
         return dtype
 
     def to_specforge(self) -> dict[str, Any]:
-        """config.json of the drafter, as SpecForge and SGLang read it."""
+        """config.json of the drafter, as z-lab publishes its own, and SpecForge, SGLang and
+        speculators read it."""
         return {
             **self.architecture,
             "architectures": ["DFlashDraftModel"],
@@ -78,6 +79,7 @@ class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
             "use_sliding_window": False,
             "sliding_window": None,
             "tie_word_embeddings": False,
+            "dtype": self.dtype,
         }
 
 
@@ -146,18 +148,23 @@ def pick_mask_token(target: Path) -> int:
 
 def build_drafter(config: DraftConfig, target: Path) -> Any:
     """The untrained drafter, in fp32. The same config and target always give the same weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.json"
-        path.write_text(json.dumps(config.to_specforge()))
-        hf_config = load_draft_config_source(str(path))
-    hf_config._attn_implementation = "sdpa"
-    make: Any = DFlashDraftModel  # what its registration decorator returns has no usable type
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        drafter = make(hf_config).float()
+        drafter = make_drafter(config.to_specforge())
         if config.init == "target":
             _start_from_target(drafter, config, target)
     return drafter
+
+
+def make_drafter(config: dict[str, Any]) -> Any:
+    """SpecForge's DFlashDraftModel of a drafter's config.json, in fp32, with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        hf_config = load_draft_config_source(str(path))
+    hf_config._attn_implementation = "sdpa"
+    make: Any = DFlashDraftModel  # what its registration decorator returns has no usable type
+    return make(hf_config).float()
 
 
 @torch.no_grad()
@@ -232,7 +239,13 @@ def load_weights(drafter: torch.nn.Module, checkpoint: Path) -> None:
     try:
         drafter.load_state_dict({name: tensor.float() for name, tensor in state.items()})
     except RuntimeError as error:
-        raise TrainerError(f"{checkpoint} holds another drafter: {error}") from error
+        raise TrainerError(f"{checkpoint} holds another drafter: {misfit(error)}") from error
+
+
+def misfit(error: RuntimeError) -> str:
+    """The first of the many lines that torch has to say of weights that do not fit."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return lines[1] if len(lines) > 1 else lines[0]
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
