@@ -27,7 +27,7 @@ void damage(struct bytes *payload, struct chunk *chunk, const uint8_t edit[4]) {
     const struct found *block = &chunk->found[(edit[0] >> 3) % chunk->blocks];
     const unsigned small = edit[1], wide = word(edit + 2);
     const size_t somewhere = payload->size * wide >> 16, count = block->header + small % 4 * 2;
-    size_t cut = payload->size;
+    size_t cut = payload->size, position;
     if (payload->size < 2) return;
     switch (edit[0] & 7) {
     case 0: /* bits flip */
@@ -55,10 +55,13 @@ void damage(struct bytes *payload, struct chunk *chunk, const uint8_t edit[4]) {
             cut = border < 32 ? 0 : border - 32;
         }
         break;
-    case 5: /* the position of an exception: about n, or that of another */
+    case 5: /* the position of an exception: about n, or about that of the one before */
         if (!block->exceptions) break;
-        put_word(payload, block->positions + wide % block->exceptions * 2,
-                 small & 64 ? small : block->n + small % 4 - 2);
+        position = block->positions + wide % block->exceptions * 2;
+        if (small & 4 && position > block->positions && position <= payload->size)
+            put_word(payload, position, word(payload->at + position - 2) + small % 2);
+        else
+            put_word(payload, position, block->n + small % 4 - 2);
         break;
     case 6: /* there is more */
         memset(payload->at + payload->size, (int)(wide & 255), small * small / 4);

@@ -23,9 +23,11 @@ def write_seeds(folder: Path) -> None:
         folder.joinpath(f"seed-{number:04}").write_bytes(seed)
 
 
-def _recipe(what: int, layout: int, rows: int, layers: int, hidden: int, odds: bytes) -> bytes:
+def _recipe(
+    what: int, layout: int, rows: int, layers: int, hidden: int, odds: bytes, cut: int = 0xFFFF
+) -> bytes:
     """`struct recipe` of target.c; odds: spread, outliers, inexact."""
-    return struct.pack("<BBBBB3s4sH", what, layout, rows, layers, hidden, odds, b"seed", 0xFFFF)
+    return struct.pack("<BBBBB3s4sH", what, layout, rows, layers, hidden, odds, b"seed", cut)
 
 
 SIZES = (
@@ -48,7 +50,8 @@ def _states() -> Iterator[bytes]:
         layout, layers = number % 4 | number << 2, 1 + number % 3
         for flags in (0, BF16, EXACT, EXACT | BF16):
             what = STATES | size[0] | flags
-            yield _recipe(what, layout, size[1], layers, size[2], bytes(odds)) + literal
+            cut = (0xFFFF, 0x8000, 60, 80)[number % 4]
+            yield _recipe(what, layout, size[1], layers, size[2], bytes(odds), cut) + literal
     for hidden in range(3):
         yield _recipe(STATES | GREATEST, 0, 1, 1, hidden, bytes(ODDS[0]))
     for flags, outliers in itertools.product((0, BF16), range(EXACT_COUNT, 256)):

@@ -37,7 +37,8 @@ struct recipe {
     uint8_t rows, layers, hidden;
     uint8_t spread, outliers, inexact; /* how frequent: high ranks, exceptions, low bits */
     uint8_t seed[4];
-    uint8_t cut[2]; /* too small a capacity: 65,536ths of what is needed; odd: a byte less */
+    uint8_t cut[2]; /* too small a capacity: 65,536ths of what is needed; odd: a byte too few;
+                       below 256: twice the capacity */
 };
 enum { PAYLOAD, STATES, EDITS }; /* what may follow */
 
@@ -258,6 +259,8 @@ static struct bytes encode_everywhere(const struct recipe *recipe, const struct 
     CHECK(!payload.size || draftfeed_is_shape(&shape), "no shape, but %zu bytes", payload.size);
     size_t too_small = payload.size * word(recipe->cut) >> 16;
     if (recipe->cut[0] & 1) too_small = payload.size - 1;
+    if (word(recipe->cut) < 256) too_small = recipe->cut[0] / 2;
+    if (too_small >= payload.size) too_small = 0;
     for (int isa = 0; isa < ISAS; isa++) {
         if (!runs(isa)) continue;
         if (payload.size) {
