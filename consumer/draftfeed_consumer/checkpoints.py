@@ -6,6 +6,9 @@
 Another node may take over while this one is saving, and both save to the same place when that is
 shared storage. So a checkpoint is named by the term and number of the stream's state: no two nodes
 ever have the same term, and the newest one is that of the highest, whenever it was written.
+
+With several ranks all make the same calls. The first one writes, and chooses what all of them load:
+if each looked for itself, an older node might finish a save in between.
 """
 
 import os
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from draftfeed_consumer.trainers import SampleStream
 
@@ -42,9 +46,10 @@ class Checkpoints:
         count. Raises StreamError, and StateError when the checkpoint is of another stream.
         """
         assert self._stream.descriptor
-        if not (paths := self.paths()):
+        path = _of_first_rank(max(self.paths(), default=None))
+        if path is None:
             return None
-        parts: dict[str, Any] = torch.load(paths[-1], map_location="cpu")
+        parts: dict[str, Any] = torch.load(path, map_location="cpu")
         self._stream.load_state_dict(parts.pop(STREAM_STATE))
         return parts
 
@@ -57,11 +62,26 @@ class Checkpoints:
         state = self._stream.state_dict()
         name = f"{self._name}-{state['term']:06d}-{state['number']:08d}.pt"
         path = self._directory / name
-        write_durably(path, lambda file: torch.save({**parts, STREAM_STATE: state}, file))
-        self._stream.committed(state)
-        for old in self.paths()[: -self._keep]:
-            old.unlink(missing_ok=True)
+        if _first_rank():
+            write_durably(path, lambda file: torch.save({**parts, STREAM_STATE: state}, file))
+        self._stream.committed(state)  # the other ranks wait here for the first
+        if _first_rank():
+            for old in self.paths()[: -self._keep]:
+                old.unlink(missing_ok=True)
         return path
+
+
+def _first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _of_first_rank(path: Path | None) -> Path | None:
+    """Its choice, on every rank."""
+    if not dist.is_initialized():
+        return path
+    box = [path]
+    dist.broadcast_object_list(box)
+    return box[0]
 
 
 def write_durably(path: Path, write: Callable[[Any], Any]) -> None:

@@ -52,12 +52,12 @@ class Run:
 
     Process: TypeAlias = "subprocess.Popen[str]"
 
-    def __init__(self, directory: Path, rate: int) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, rate: int, samples: int = SAMPLES) -> None:
+        self.directory, self._samples = directory, samples
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-        producer = PRODUCER.format(samples=SAMPLES, rate=rate, address=self.address)
+        producer = PRODUCER.format(samples=samples, rate=rate, address=self.address)
         (directory / "producer.toml").write_text(producer)
         (directory / "consumer.toml").write_text(CONSUMER.format(address=self.address))
         self._started: list[subprocess.Popen[str]] = []
@@ -129,7 +129,7 @@ class Run:
 
     def expected(self) -> dict[str, int]:
         config = SyntheticConfig(
-            samples=SAMPLES,
+            samples=self._samples,
             num_layers=8,
             hidden_size=64,
             vocab_size=512,
