@@ -1,8 +1,8 @@
-"""The stream inside torch's DataLoader and torchdata's StatefulDataLoader."""
+"""The stream inside torch's DataLoader and torchdata's StatefulDataLoader, and one batch ahead."""
 
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from draftfeed_consumer.client import ClientConfig
-from draftfeed_consumer.collate import Collator
+from draftfeed_consumer.collate import Collator, prefetch
 from draftfeed_consumer.errors import InWorkerProcess
 from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
+from draftfeed_proto.ids import SampleId
 from harness import Producer, consuming, producing
 from samples import sample
+from waiting import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 
@@ -103,10 +105,10 @@ def stateful(stream: HiddenStateStream, batch_size: int | None) -> "StatefulData
     return StatefulDataLoader(stream, batch_size=batch_size, collate_fn=collate)
 
 
-def train(stream: HiddenStateStream, loader: "StatefulDataLoader[Any]", steps: int) -> list[int]:
+def train(stream: HiddenStateStream, batches: Iterable[Any], steps: int) -> list[int]:
     """So many steps at most; the ordinals that they used."""
     seen: list[int] = []
-    for step, batch in enumerate(loader, start=1):
+    for step, batch in enumerate(batches, start=1):
         ids = batch.get("ids") or [batch["id"]]
         stream.trained(ids, step)
         seen += [id.ordinal for id in ids]
@@ -177,4 +179,45 @@ def test_after_a_drain_the_state_belongs_to_the_stream_and_not_to_the_loader(
     third = attach()
     third.load_state_dict(state["dataset_state"])
     after = train(third, stateful(third, 4), 100)
+    assert sorted(before + after) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("loader", [None, *LOADERS])
+def test_prefetched_batch_is_in_no_checkpoint_and_comes_again(attach: Attach, loader: Any) -> None:
+    collated: list[SampleId] = []
+
+    def batches(stream: HiddenStateStream) -> Iterator[Any]:
+        def release(ids: Iterable[SampleId]) -> None:
+            stream.release(ids)
+            collated.extend(ids)
+
+        if loader is None:
+            return prefetch(Collator(release).batches(stream, 4))
+        return prefetch(loader(stream, batch_size=4, collate_fn=Collator(release)))
+
+    first = attach()
+    taken = batches(first)
+    before = next(taken)
+    first.trained(before["ids"], step=1)
+    eventually(lambda: len(collated) == 8, "the next batch is made")
+    state = first.state_dict()
+    first.close()
+    second = attach()
+    second.load_state_dict(state)
+    assert sorted(ordinals(before) + train(second, batches(second), 100)) == list(range(SAMPLES))
+
+
+def test_batch_that_was_prefetched_before_a_drain_is_still_to_be_trained(attach: Attach) -> None:
+    first = attach()
+    before: list[int] = []
+    for step, batch in enumerate(prefetch(Collator(first.release).batches(first, 2)), start=1):
+        first.drain()
+        first.trained(batch["ids"], step)
+        before += ordinals(batch)
+    assert len(before) in (2, 3, 4)
+    state = first.state_dict()
+    first.close()
+    second = attach()
+    second.load_state_dict(state)
+    after = train(second, Collator(second.release).batches(second, 4), 100)
     assert sorted(before + after) == list(range(SAMPLES))
