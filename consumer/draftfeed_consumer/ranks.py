@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from draftfeed_consumer.errors import ConsumerError, StateError, StreamClosed
+from draftfeed_consumer.errors import ConsumerError, LauncherError, StateError, StreamClosed
 from draftfeed_consumer.ledger import LedgerState, union
 
 WAIT_TIMEOUT = timedelta(days=7)
@@ -65,10 +65,13 @@ class Ranks:
 
         Initialises torch.distributed when nobody has: a trainer that would do so itself asks
         `torch.distributed.is_initialized()` first, as torchrun's examples do.
+
+        Raises LauncherError.
         """
         if int(os.environ.get("WORLD_SIZE", "1")) < 2:
             return None
         if not dist.is_initialized():
+            _check_launcher()
             gpu = torch.cuda.is_available()
             dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
         return cls()
@@ -157,6 +160,15 @@ class Ranks:
         padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
         _wait_for(dist.all_gather(parts, padded, group=self._group, async_op=True))
         return [bytes(part.numpy()[: int(n)]) for part, n in zip(parts, sizes, strict=True)]
+
+
+def _check_launcher() -> None:
+    """Unless told otherwise, torchrun keeps one store for all the times it starts its ranks. Those
+    of a restart find the addresses of the ones before in it, and fail or wait for ever
+    (github.com/pytorch/pytorch/issues/135712)."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise LauncherError
 
 
 def _wait_for(work: dist.Work | None, given_up: Callable[[], bool] = lambda: False) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 
+from draftfeed_consumer.errors import LauncherError
 from draftfeed_consumer.ranks import Ranks
 
 CHILD = Path(__file__).parent / "ranks_child.py"
 SECONDS = 90
+SHARED_STORE = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""What torchrun tells its ranks, unless it is told otherwise."""
 
 
 def both(scenario: str, codes: tuple[int, int] = (0, 0)) -> list[Any]:
@@ -92,6 +95,16 @@ def test_rank_that_died_is_noticed_by_the_others() -> None:
 def test_rank_that_waits_for_another_can_be_interrupted() -> None:
     """It could wait for days, in code that no signal handler interrupts."""
     assert both("interrupted") == ["interrupted", "left alone"]
+
+
+def test_restarts_that_cannot_work_are_refused_at_the_first_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun's second start would wait for the ranks of the first."""
+    for name, value in {"WORLD_SIZE": "2", **SHARED_STORE}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LauncherError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        Ranks.from_environment()
 
 
 def test_single_process_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
