@@ -10,7 +10,6 @@ ConsumerError (ValueError)
 ├── InWorkerProcess      a DataLoader with workers: each would be a member of its own
 ├── AddressError         an address ZeroMQ does not understand
 ├── LauncherError        torchrun was started so that its restarts cannot work
-├── LauncherError        torchrun was started so that its restarts cannot work
 └── StreamError          the stream ended otherwise than at the end of its samples
     ├── StreamRefused    the producer will not serve this consumer: configuration, not weather
     ├── ProducerClosing  the producer was shut down in an orderly way and did not come back
@@ -77,15 +76,6 @@ class AddressError(ConsumerError):
             '"tcp://HOST:PORT"'
         )
         self.address, self.reason = address, reason
-
-
-class LauncherError(ConsumerError):
-    def __init__(self) -> None:
-        super().__init__(
-            "torchrun's restarts do not work with the store that its ranks share; start it with "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --standalone or --rdzv-backend c10d, or "
-            "without --max-restarts"
-        )
 
 
 class LauncherError(ConsumerError):
