@@ -1,19 +1,44 @@
 """Codec `packed`: each implementation against NumPy's, which every machine has, and all of them
 against a reader that was written from PROTOCOL.md alone."""
 
+import shutil
 import struct
+import tempfile
 from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pytest
+from fuzz import emulation
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from draftfeed_proto.codecs import packed_native
 from draftfeed_proto.codecs.packed import NUMPY, Implementation, available
 from draftfeed_proto.errors import MalformedChunk
 from packed_by_hand import BLOCK, Refused, unpack
 
-IMPLEMENTATIONS = available().implementations
+
+class Emulated:
+    """The kernels for AVX-512 on a processor without it. Compiled when they are first called."""
+
+    def encode(self, states: np.ndarray, out: memoryview) -> int:
+        return self._native.encode(states, out)
+
+    def decode(self, payload: memoryview, out: np.ndarray) -> None:
+        self._native.decode(payload, out)
+
+    @cached_property
+    def _native(self) -> packed_native.Native:
+        with tempfile.TemporaryDirectory() as folder:  # once it is loaded, the file may go
+            library = packed_native._load(emulation.build_library(Path(folder)))
+        return packed_native.Native(library, "avx512")
+
+
+IMPLEMENTATIONS = dict(available().implementations)
+if emulation.is_due() and shutil.which("cc"):
+    IMPLEMENTATIONS["avx512 emulated"] = Emulated()
 REFERENCE = IMPLEMENTATIONS[NUMPY]
 FP16, BF16 = np.dtype(np.float16), np.dtype(np.uint16)
 Shape = tuple[int, int, int]
