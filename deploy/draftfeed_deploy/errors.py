@@ -9,6 +9,7 @@ DeployError (ValueError)
 ├── DirectoryInUse      another consumer trains into the same output directory
 ├── NothingToDrain      no consumer that could be drained from here
 ├── NothingToMeasure    a spool without a sample
+├── NothingToExport     a spool without a sample that the trainer could use
 └── RunFailed           what was configured rightly and failed nevertheless
     ├── ServiceFailed   a service of the demo ended before its time, or stands still
     ├── NotLossless     a codec did not give back what it was given
@@ -70,6 +71,17 @@ class NothingToMeasure(DeployError):
         )
         super().__init__(f"{directory} has no samples to measure with: {why}")
         self.directory, self.damaged = directory, damaged
+
+
+class NothingToExport(DeployError):
+    def __init__(self, directory: Path, left_out: dict[str, int]) -> None:
+        """left_out: how many, by reason; none where there was no sample at all."""
+        why = "; ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
+        super().__init__(
+            f"{directory} has no samples to export: "
+            + (f"left out are {why}" if why else "let its producer make a few first")
+        )
+        self.directory, self.left_out = directory, left_out
 
 
 class RunFailed(DeployError):

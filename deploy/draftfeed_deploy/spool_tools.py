@@ -43,7 +43,11 @@ def _add_spool(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     _add_dir(verify)
     verify.set_defaults(command=_verify)
-    export = actions.add_parser("export", help="one .npz a sample, and samples.jsonl")
+    export = actions.add_parser(
+        "export",
+        help="samples as they were captured, to look at: one .npz each, and samples.jsonl; for "
+        "files to train on there is `draftfeed export`",
+    )
     _add_dir(export)
     export.add_argument("out", type=Path, metavar="OUT", help="empty or not there yet")
     export.add_argument(
