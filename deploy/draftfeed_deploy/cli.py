@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.console import Console
 from rich.logging import RichHandler
 
-from draftfeed_deploy import audit, bench_tools, drafter_tools, exits, spool_tools
+from draftfeed_deploy import audit, bench_tools, drafter_tools, exits, export_tools, spool_tools
 
 if TYPE_CHECKING:
     from draftfeed_consumer.config import ConsumerConfig
@@ -30,6 +30,8 @@ examples:
   draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
   draftfeed drain -c consumer.toml               end a consumer with everything committed
   draftfeed audit -c producer.toml               where every prompt is
+  draftfeed export --from runs/demo/spool --format specforge files
+                                                 the samples as files for another trainer
   draftfeed evaluate checkpoints --target models/Qwen3-8B    what its drafter gets accepted
   draftfeed bench codec --from runs/demo/spool   what the codecs make of your own states
 
@@ -194,6 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_drain(commands)
     audit.add_command(commands)
     spool_tools.add_commands(commands)
+    export_tools.add_command(commands)
     bench_tools.add_command(commands)
     drafter_tools.add_commands(commands)
     _add_demo(commands)
