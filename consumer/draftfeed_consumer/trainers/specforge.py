@@ -3,8 +3,10 @@
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,7 @@ def check(run: TrainerRun) -> None:
 
     Before a stream is taken from another node: afterwards it would stand still.
     """
+    _check_alone()
     options = parse_options(run.options)
     _ = run.target_dir
     if options.resume_from is None and latest_checkpoint(run.output_dir) is not None:
@@ -54,6 +57,15 @@ def check(run: TrainerRun) -> None:
         raise TrainerError(f"SpecForge is not installed; run: {INSTALL}") from None
     if found != VERSION:
         raise TrainerError(f"works with SpecForge {VERSION}, found {found}; run: {INSTALL}")
+
+
+def _check_alone() -> None:
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise TrainerError(
+            f"kind = 'specforge' trains in one process, and WORLD_SIZE is {ranks}; "
+            "docs/examples/ddp_trainer.py is a loop for several"
+        )
 
 
 def draft_config(run: TrainerRun, layer_ids: tuple[int, ...]) -> "DraftConfig":
@@ -168,7 +180,7 @@ class _Training:
 
         algorithm = create_registration()
         torch.manual_seed(self._options.seed)  # anchors are drawn from this
-        with quiet():
+        with quiet(), _refused_resume(resume):
             return build_disagg_online_consumer(
                 algorithm=algorithm,
                 feature_store=ShelfStore(self._shelf, self._config.torch_dtype),
@@ -222,6 +234,18 @@ class _Training:
 
     def _metrics(self) -> dict[str, float]:
         return _numbers(self._trainer._controller.last_metrics)
+
+
+@contextmanager
+def _refused_resume(resume: Path | None) -> Iterator[None]:
+    """SpecForge goes on only with the batch, the accumulation, the number of ranks and the drafter
+    that the checkpoint was made with, and says which of them is another."""
+    try:
+        yield
+    except ValueError as error:
+        if resume is None:
+            raise
+        raise TrainerError(" ".join(str(error).split())) from error
 
 
 def _optimizer_factory(options: SpecForgeOptions) -> Any:
