@@ -79,8 +79,8 @@ class Distribution:
         return [*offers, *self.endings()]
 
     def _deal(self, live: list[Session]) -> list[tuple[Session, list[tuple[SampleId, int]]]]:
-        """One by one, to whoever waits for least: the ranks of a run step together, and one that
-        has nothing takes part for nothing."""
+        """One by one, to whoever has fewest on the way: the ranks of a run step together, and one
+        that has nothing takes part for nothing."""
         members = self.fencing.term.members if self.fencing.term else 1
         share = max(LEAST_OFFERED_SAMPLES, OFFERED_SAMPLES // members)
         dealt: dict[Session, list[tuple[SampleId, int]]] = {}
