@@ -189,7 +189,9 @@ def _cast(states: torch.Tensor, into: torch.Tensor) -> None:
     if (states.dtype, into.dtype) != (torch.float16, torch.bfloat16):
         into.copy_(states)
         return
-    for part, target in zip(states.split(CAST_ROWS), into.split(CAST_ROWS), strict=True):
+    for part, target in zip(
+        torch.split(states, CAST_ROWS), torch.split(into, CAST_ROWS), strict=True
+    ):
         target.copy_(part.float())
 
 
