@@ -254,7 +254,7 @@ def summarise(rounds: list[Round]) -> dict[str, Spread]:
 def _words(summary: dict[str, Spread]) -> list[str]:
     return [
         "medians (and all from ... to) over the rounds",
-        f"  a step, where nothing else runs, ms   {summary['step_seconds'].times(1000, 1)}",
+        f"  a step, no data beside it, ms         {summary['step_seconds'].times(1000, 1)}",
         f"    beside the stream, times as long    {summary['step_beside_the_stream'].times(1, 3)}",
         f"  states trained, MB/s                  {summary['bytes_per_second'].times(1e-6, 0)}",
         f"    without a step, times as many       {summary['headroom'].times(1, 2)}",
