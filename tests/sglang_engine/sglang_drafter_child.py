@@ -5,6 +5,8 @@
 IN holds states, [n, L * H]. OUT gets what SGLang makes of them, and what it read of the config.
 """
 
+# pyright: reportMissingImports=false
+
 import sys
 from pathlib import Path
 
