@@ -3,7 +3,8 @@
 0    done, drained, or stopped before it had begun
 1    the run failed: RunFailed, CaptureError, SpoolFull, ChunkError, MalformedMessage, every
      StreamError that is not named below, a ConsumerError that is nothing narrower (the client
-     stopped); and a check of the demo that does not hold
+     stopped); a check of the demo that does not hold; and a drafter with which `draftfeed
+     evaluate` decodes something else than the target alone
 2    wrong configuration or input: StreamRefused, and every other error of ours
 3    Fenced: another process took over the stream. A supervisor that restarts services must not
      restart this one: it would only wait, or take over in its turn
@@ -19,7 +20,7 @@ from draftfeed_proto.errors import ChunkError, MalformedMessage, ProtoError
 
 DONE, FAILED, WRONG_INPUT, FENCED, INTERRUPTED = 0, 1, 2, 3, 130
 SUMMARY = """\
-exit codes: 0 done, or drained; 1 the run failed, or a check of the demo does not hold;
+exit codes: 0 done, or drained; 1 the run failed, or what was checked does not hold;
             2 wrong configuration or input; 3 another process took over the stream:
             do not restart this one; 130 interrupted
 """
