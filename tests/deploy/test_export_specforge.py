@@ -24,6 +24,8 @@ from draftfeed_deploy.cli import main
 from draftfeed_proto.sample import Sample
 from export_spool import LAYER_IDS
 
+pytestmark = pytest.mark.timeout(300)
+
 STEPS = 40
 
 
@@ -142,7 +144,7 @@ def test_specforge_trains_on_the_files_and_its_loss_falls(
         env={**os.environ, "SPECFORGE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert ended.returncode == 0, ended.stderr
     losses = [float(loss) for loss in re.findall(r"'loss': ([\d.]+)", ended.stdout)]
