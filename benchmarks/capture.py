@@ -26,6 +26,7 @@ from draftfeed_producer.engines.config import SGLangConfig
 from draftfeed_producer.engines.sglang.engine import SGLangEngine
 from draftfeed_producer.engines.sglang.slabs import SlabShape
 from draftfeed_producer.target import TargetConfig, load_target
+from report import leave, say
 from this_machine import this_machine
 
 HERE = Path(__file__).parent
@@ -64,9 +65,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # none of its processes outlives it
     _settle(options.python)
     machine = this_machine()
-    _say(
-        options, f"{machine['processor']}, {machine['cores']} cores, load {machine['load']} before"
-    )
+    say(options, f"{machine['processor']}, {machine['cores']} cores, load {machine['load']} before")
     arguments, slabs = _engine(options)
     with ExitStack() as stack:
         arms = [_start(stack, options, name, arguments, slabs) for name in ARMS]
@@ -75,7 +74,7 @@ def main() -> int:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "stages.json"
         os.environ[STAGES] = str(path)
         timed = _start(stack, options, "timed", arguments, slabs)
-        _say(options, "the stages of a step, one by one")
+        say(options, "the stages of a step, one by one")
         turns = [
             timed.turn(_prompts(options, random_tokens), options.tokens)
             for _ in range(1 + options.timed_rounds)
@@ -83,8 +82,8 @@ def main() -> int:
         stages = json.loads(path.read_text())
     result = _document(options, machine, rounds, stages, turns[1:])
     for line in _words(result):
-        _say(options, line)
-    _leave(options, result)
+        say(options, line)
+    leave(options, result, "capture-cpu.json")
     return 0
 
 
@@ -114,7 +113,7 @@ def _play(options: argparse.Namespace, arms: Sequence[Arm], tokens: random.Rando
             continue
         rounds.append(turns)
         costs = ", ".join(f"{name} {turns[name].cpu_us_per_token:.1f}" for name in ARMS)
-        _say(options, f"round {number + 1}: CPU us per token: {costs}")
+        say(options, f"round {number + 1}: CPU us per token: {costs}")
     return rounds
 
 
@@ -157,7 +156,7 @@ def _ids(text: str) -> list[int]:
 def _start(
     stack: ExitStack, options: argparse.Namespace, name: str, arguments: Any, slabs: SlabShape
 ) -> Arm:
-    _say(options, f"starting the arm {name!r}")
+    say(options, f"starting the arm {name!r}")
     arm = Arm(name, options.python, arguments, slabs)
     stack.callback(arm.close)
     return arm
@@ -256,21 +255,6 @@ def _stage_words(result: dict[str, Any]) -> list[str]:
     received = result["arms"]["on"]["receiver_cpu_us_per_row"]
     lines.append(f"in the producer: {received:.1f} us of CPU to receive a row")
     return lines
-
-
-def _say(options: argparse.Namespace, line: str) -> None:
-    print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
-
-
-def _leave(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    text = json.dumps(result, indent=2)
-    if options.json:
-        print(text)
-    if options.write:
-        path = HERE / "results" / "capture-cpu.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text + "\n")
-        _say(options, f"written to {path}")
 
 
 def _options() -> argparse.Namespace:

@@ -6,7 +6,6 @@ README.md beside this file says what is measured and how.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,9 +31,9 @@ from draftfeed_deploy.bench_codec import (
 from draftfeed_producer.target import Target, TargetConfig, load_target
 from draftfeed_proto.codecs import packed
 from draftfeed_proto.sample import DEFAULT_CHUNK_BYTES
+from report import leave, say
 from this_machine import this_machine
 
-HERE = Path(__file__).parent
 CPU_FLAGS = ("avx2", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vbmi2")
 """What the implementations of `packed` ask for."""
 FROM_BF16 = ("fp16 from bf16", "bf16")
@@ -84,22 +83,22 @@ class Measured(NamedTuple):
 
 def main() -> int:
     options = _options()
-    say = partial(_say, options)
+    tell = partial(say, options)
     machine = this_machine() | {"flags": _cpu_flags()}
-    say(f"{machine['processor']}, load {machine['load']} before")
+    tell(f"{machine['processor']}, load {machine['load']} before")
     missing = codec_peers.missing()
     not_run = missing | _not_run_of_ours()
     for name, reason in not_run.items():
-        say(f"not run: {name}: {reason}")
+        tell(f"not run: {name}: {reason}")
     if missing:
-        say("for them: .venv/bin/pip install -c constraints.txt -e '.[bench]'")
+        tell("for them: .venv/bin/pip install -c constraints.txt -e '.[bench]'")
     target = _target(options)
-    sets = list(data_sets(target, options.layers, options.chunks, say))
+    sets = list(data_sets(target, options.layers, options.chunks, tell))
     _one_core()
     measured = []
     for data in sets:
         measured.append(_measure(data, missing, options.rounds))
-        say("\n".join(_table(measured[-1])))
+        tell("\n".join(_table(measured[-1])))
     result = {
         "machine": machine,
         "versions": _versions(missing),
@@ -110,8 +109,8 @@ def main() -> int:
         "goals": _goals(measured),
         "sets": [_document(item) for item in measured],
     }
-    say("\n".join(["", *_words(result)]))
-    _leave(options, result)
+    tell("\n".join(["", *_words(result)]))
+    leave(options, result, "codec.json")
     return 0
 
 
@@ -224,21 +223,6 @@ def _versions(missing: dict[str, str]) -> dict[str, str]:
         "transformers": transformers.__version__,
         **codec_peers.versions(missing),
     }
-
-
-def _say(options: argparse.Namespace, line: str) -> None:
-    print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
-
-
-def _leave(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    text = json.dumps(result, indent=2)
-    if options.json:
-        print(text)
-    if options.write:
-        path = HERE / "results" / "codec.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text + "\n")
-        _say(options, f"written to {path}")
 
 
 def _options() -> argparse.Namespace:
