@@ -92,11 +92,11 @@ def write_durably(path: Path, write: Callable[[Any], Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    fsync_directory(path.parent)
+    fsync_path(path.parent)
 
 
-def fsync_directory(path: Path) -> None:
-    """New names are in it for good."""
+def fsync_path(path: Path) -> None:
+    """What a file holds, or the names in a directory, are there for good."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from draftfeed_consumer.checkpoints import fsync_path
 from draftfeed_consumer.policy import Policy, verdict
 from draftfeed_consumer.stream import to_item
 from draftfeed_consumer.trainers import Item, exports
@@ -238,11 +239,7 @@ def _check_free(out: Path) -> None:
 
 def _sync(folder: Path) -> None:
     for path in (*folder.rglob("*"), folder):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        fsync_path(path)
 
 
 @contextmanager

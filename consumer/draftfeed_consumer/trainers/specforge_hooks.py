@@ -21,7 +21,7 @@ from specforge.runtime.data_plane.feature_store import FeatureStore
 from specforge.runtime.data_plane.streaming_ref_channel import StreamingRefChannel
 from specforge.training.checkpoint import CheckpointManager
 
-from draftfeed_consumer.checkpoints import fsync_directory, write_durably
+from draftfeed_consumer.checkpoints import fsync_path, write_durably
 from draftfeed_consumer.policy import Policy, verdict
 from draftfeed_consumer.trainers import Item, SampleStream
 from draftfeed_consumer.trainers.specforge_checkpoints import checkpoint_name, rotate
@@ -212,7 +212,7 @@ class Checkpoints(CheckpointManager):  # type: ignore[misc]
         """Before older checkpoints are rotated away, this one is on the disk."""
         try:
             write_durably(Path(path), lambda file: torch.save(obj, file))
-            fsync_directory(Path(path).parent.parent)
+            fsync_path(Path(path).parent.parent)
         except BaseException as error:
             self.error = error  # SpecForge passes on only its text
             raise
