@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from machine import Machine
-from report import (
+from findings import (
     Bar,
     Deadline,
     Report,
@@ -14,6 +13,7 @@ from report import (
     percentile,
     spread,
 )
+from machine import Machine
 
 from draftfeed_producer.tap.ring import StagingRing, make_slabs
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from copies import drain, finish
 from decoder import Decoder, DecoderSizes
+from findings import Bar, Deadline, Report, percentile, spread
 from machine import Machine, Work
 from parity import Tap
-from report import Bar, Deadline, Report, percentile, spread
 
 from draftfeed_producer.tap.ring import StagingRing, make_slabs
 

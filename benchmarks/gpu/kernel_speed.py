@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import settings
 import torch
+from findings import Bar, Deadline, Report, Spread, gigabytes_per_second, spread
 from machine import Machine, Work
 from parity import Tap
-from report import Bar, Deadline, Report, Spread, gigabytes_per_second, spread
 
 from draftfeed_producer.tap.reference import COUNTERS
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from findings import Deadline, Report, name_of
 from machine import Machine
-from report import Deadline, Report, name_of
 from torch import Tensor
 
 from draftfeed_producer.tap import reference

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from findings import Deadline, Report
 from machine import Machine
 from parity import PART, POISON, Case, Output, Tap
-from report import Deadline, Report
 from torch import Tensor
 
 from draftfeed_producer.tap import reference

@@ -25,8 +25,8 @@ import kernel_speed
 import parity
 import ring_load
 import torch
+from findings import Deadline, Report
 from machine import MEANT, CudaMachine, HostMachine
-from report import Deadline, Report
 
 from draftfeed_producer.tap import gather
 
