@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from draftfeed_proto.errors import DescriptorMismatch, TooFewLayers
+from draftfeed_proto.errors import DescriptorMismatch, LimitExceeded, TooFewLayers
 from draftfeed_proto.limits import MAX_HIDDEN, MAX_LAYERS
 from draftfeed_proto.wire import Count, Name
 
@@ -36,7 +36,27 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Dtype = "fp16"
     """dtype of the states on the wire."""
     final: Final = "none"
-    """Whether the target's final state comes along, before or after its norm."""
+    """Whether the target's final state comes along, as one more layer behind those of `layer_ids`.
+
+    prenorm: the output of the last decoder block. postnorm: that after the target's final norm,
+    which is what its head is given.
+    """
+
+    def __post_init__(self) -> None:
+        """Raises LimitExceeded."""
+        if self.layers > MAX_LAYERS:
+            raise LimitExceeded("layers, the final state among them", self.layers, MAX_LAYERS)
+
+    @property
+    def layers(self) -> int:
+        """L of a row: the tapped layers, and the final state where there is one."""
+        return len(self.layer_ids) + (self.final != "none")
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Of the layers of a row, for people: the ids, and `prenorm` or `postnorm`."""
+        final = () if self.final == "none" else (self.final,)
+        return (*map(str, self.layer_ids), *final)
 
     def stream_id(self) -> str:
         """32 hex digits over every field, in declaration order.
@@ -48,7 +68,7 @@ class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
 
     def row_bytes(self) -> int:
         """Bytes of one token's states, uncompressed."""
-        return 2 * len(self.layer_ids) * self.hidden_size
+        return 2 * self.layers * self.hidden_size
 
 
 class Expectation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -51,7 +51,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     loss_mask: np.ndarray
     """uint8[n+1], 1 on the response."""
     hidden_states: np.ndarray
-    """float16[n, L, H]; uint16 bit patterns when the wire dtype is bf16.
+    """float16[n, L, H]; uint16 bit patterns when the wire dtype is bf16. L is `Descriptor.layers`:
+    where the stream has the final state, that is the last layer.
 
     Long samples are gigabytes, so it is only ever read a few rows at a time: whatever has `shape`,
     `dtype`, `nbytes`, a length and slices of rows that are arrays will do for an engine's sample.
@@ -115,7 +116,7 @@ class SampleHeader(msgspec.Struct, frozen=True, kw_only=True):
 
     def check_stream(self, descriptor: Descriptor) -> None:
         """Raises MalformedMessage when it is no sample of that stream."""
-        layers, hidden = len(descriptor.layer_ids), descriptor.hidden_size
+        layers, hidden = descriptor.layers, descriptor.hidden_size
         if (self.layers, self.hidden) != (layers, hidden):
             raise MalformedMessage(
                 f"sample {self.id} is [{self.rows}, {self.layers}, {self.hidden}] in a stream of "

@@ -56,6 +56,8 @@ SAMPLE = Sample(
     finish_reason="stop",
     sampling={"temperature": 0.5, "seed": 7, "stop_token_ids": [2, 3], "top_k": None},
 )
+OF_SAMPLE = msgspec.structs.replace(MINIMAL, final="postnorm")
+"""The stream of SAMPLE: one tapped layer, and the final state as the second."""
 RANGES = IdSet(
     SampleId(DATASET, e, s, i) for e, s, i in ((0, 0, 0), (0, 0, 1), (0, 0, 5), (1, 2, 300))
 )
@@ -67,7 +69,7 @@ def files() -> dict[str, str]:
         "messages.json": messages(),
         "chunks.json": chunks(),
         "packed.json": packed(),
-        "descriptors.json": [descriptor(each) for each in (MINIMAL, FULL)],
+        "descriptors.json": [descriptor(each) for each in (MINIMAL, FULL, OF_SAMPLE)],
         "ids.json": ids(),
         "sample.json": whole_sample(),
     }
@@ -280,6 +282,7 @@ def ids() -> dict[str, Any]:
 
 def whole_sample() -> dict[str, Any]:
     return {
+        "descriptor": msgspec.to_builtins(OF_SAMPLE),
         "header": msgspec.msgpack.encode(header()).hex(),
         "frames": [frame.hex() for frame in frames()],
         "input_ids": SAMPLE.input_ids.tolist(),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftfeed_proto.descriptor import Descriptor, Expectation, dflash_layer_ids
-from draftfeed_proto.errors import DescriptorMismatch, TooFewLayers
+from draftfeed_proto.errors import DescriptorMismatch, LimitExceeded, TooFewLayers
 from samples import DESCRIPTOR
 
 OTHER: dict[str, Any] = {
@@ -79,6 +79,7 @@ def test_hashed_text_is_plain_json(model: str, revision: str) -> None:
         {"layer_ids": []},
         {"layer_ids": [-1]},
         {"layer_ids": list(range(65))},
+        {"layer_ids": list(range(64)), "final": "prenorm"},
         {"hidden_size": 0},
         {"hidden_size": 65537},
         {"num_layers": -1},
@@ -92,6 +93,24 @@ def test_hashed_text_is_plain_json(model: str, revision: str) -> None:
 def test_values_no_stream_can_have_are_refused(lie: dict[str, Any]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(msgspec.to_builtins(DESCRIPTOR) | lie, Descriptor)
+
+
+@pytest.mark.parametrize(
+    ("final", "layers", "names"),
+    [("none", 3, ()), ("prenorm", 4, ("prenorm",)), ("postnorm", 4, ("postnorm",))],
+)
+def test_the_final_state_is_one_more_layer(final: str, layers: int, names: tuple[str, ...]) -> None:
+    descriptor = msgspec.structs.replace(DESCRIPTOR, final=final)
+    assert descriptor.layers == layers
+    assert descriptor.layer_names == ("1", "4", "7", *names)
+    assert descriptor.row_bytes() == 2 * layers * 64
+
+
+def test_a_stream_is_not_described_with_more_layers_than_a_chunk_may_have() -> None:
+    full = msgspec.structs.replace(DESCRIPTOR, layer_ids=tuple(range(64)))
+    assert full.layers == 64
+    with pytest.raises(LimitExceeded, match="is 65, the limit is 64"):
+        msgspec.structs.replace(full, final="postnorm")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,14 @@ def test_sample_comes_back(codec: str, rows: int, chunk_bytes: int) -> None:
     header.check_stream(DESCRIPTOR)
 
 
+def test_with_a_final_state_a_sample_has_one_layer_more_than_layer_ids() -> None:
+    header = encoded(sample(0))[0]
+    two = msgspec.structs.replace(DESCRIPTOR, layer_ids=(1, 4), final="postnorm")
+    header.check_stream(two)
+    with pytest.raises(MalformedMessage, match=r"is \[40, 3, 64\] in a stream of 4 layers"):
+        header.check_stream(msgspec.structs.replace(DESCRIPTOR, final="postnorm"))
+
+
 def test_every_id_has_a_label_and_all_but_the_last_a_row() -> None:
     """The last sampled token was never fed forward: n+1 ids and labels, n rows."""
     header, frames = encoded(sample(0, rows=40))

@@ -171,7 +171,7 @@ def test_every_flag_of_packed_has_a_vector() -> None:
 # descriptors, ids, samples
 
 
-@pytest.mark.parametrize("vector", DESCRIPTORS, ids=["minimal", "full"])
+@pytest.mark.parametrize("vector", DESCRIPTORS, ids=["minimal", "full", "final"])
 def test_stream_id_by_hand(vector: dict[str, Any]) -> None:
     order = (
         *("schema", "model", "revision", "tokenizer_hash", "chat_template_hash", "layer_ids"),
@@ -206,6 +206,10 @@ def test_sample_by_hand() -> None:
     assert np.frombuffer(tokens[: 4 * rows + 4], "<i4").tolist() == SAMPLE["input_ids"]
     assert list(tokens[4 * rows + 4 :]) == SAMPLE["loss_mask"]
     assert header["response_tokens"] == sum(SAMPLE["loss_mask"])
+    descriptor = SAMPLE["descriptor"]
+    assert descriptor["final"] == "postnorm"
+    assert shape[1:] == (len(descriptor["layer_ids"]) + 1, descriptor["hidden_size"])
+    assert len(header["counters"]) == shape[1]
     states = np.empty(shape, "<f2")
     for fields, payload in map(parse, frames[1:]):
         block = np.frombuffer(payload, "<f2").reshape(shape[1], fields["rows"], shape[2])
@@ -218,6 +222,7 @@ def test_sample_by_hand() -> None:
 
 def test_sample_read_by_draftfeed() -> None:
     header = msgspec.msgpack.decode(bytes.fromhex(SAMPLE["header"]), type=SampleHeader)
+    header.check_stream(msgspec.convert(SAMPLE["descriptor"], Descriptor))
     assembler = Assembler(header)
     for frame in SAMPLE["frames"]:
         assembler.add(bytes.fromhex(frame))
