@@ -28,7 +28,7 @@ BINARIES = Path(str(triton.__file__)).parent / "backends/nvidia/bin"
 def compiled(kernel: Any, wire: str, residual: bool, capability: int) -> Any:
     blocking = (TWO_INPUTS if residual else ONE_INPUT).options()
     warps = blocking.pop("num_warps")
-    constants: dict[str, Any] = {"L": LAYERS, "H": HIDDEN, **blocking}
+    constants: dict[str, Any] = {"P": LAYERS, "L": LAYERS, "H": HIDDEN, **blocking}
     if not residual:
         constants["residual"] = None
     types = {**POINTERS, "rows": f"*{wire}", "counters": "*i32"}

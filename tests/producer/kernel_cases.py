@@ -225,6 +225,19 @@ def test_the_nan_of_a_gpu_stays_a_nan_when_it_is_rounded():
     assert got.tolist() == [0x7FC00000] * len(nans) + up + [0, 0]
 
 
+@pytest.mark.parametrize("dtype", WIRE)
+@pytest.mark.parametrize("packed_layers", [1, 2, 4])
+def test_fewer_layers_than_a_slot_has(packed_layers: int, dtype: torch.dtype):
+    """The final state is written by itself: what lies there must not be touched."""
+    random = seeded("fewer", packed_layers, dtype)
+    packed = one_row_rare(3, packed_layers, 264, random)
+    row_map = torch.tensor([5, -1, 2]).int()
+    got, want = (Ring(6, 5, 264, dtype) for _ in range(2))
+    launch_packed(packed, row_map, got.rows, got.counters)
+    reference.gather_packed(packed, row_map, want.rows, want.counters)
+    got.assert_equal(want)
+
+
 def test_qwen_width():
     random = seeded("5120")
     packed = one_row_rare(2, 5, 5120, random)

@@ -11,7 +11,7 @@ import torch
 
 from draftfeed_producer.errors import TapLayoutError
 from draftfeed_producer.tap import reference
-from draftfeed_producer.tap.gather import gather_layer, gather_packed
+from draftfeed_producer.tap.gather import gather_layer, gather_packed, gather_with_final
 
 T, L, H, SLOTS = 5, 2, 40, 7
 POISON = 333.0
@@ -112,11 +112,41 @@ def test_states_of_a_layer_that_a_kernel_would_read_wrongly_are_refused(argument
     refused(gather_layer, layer_arguments() | {argument: WRONG_INPUTS[what]}, argument)
 
 
+def final_arguments(dtype: torch.dtype = torch.float16) -> dict[str, Any]:
+    given = arguments(dtype)
+    packed = given["packed_TLH"]
+    return {**given, "packed_TLH": packed[:, :H], "final_TH": packed[:, H:].contiguous()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_final_state_that_lies_elsewhere_becomes_the_last_layer(dtype: torch.dtype):
+    got, want = final_arguments(dtype), arguments(dtype)
+    gather_with_final(**got)
+    gather_packed(**want)
+    for name in ("rows_SLH", "counters_SL4"):
+        assert torch.equal(got[name], want[name])
+
+
+@pytest.mark.parametrize("argument", ["packed_TLH", "final_TH"])
+@pytest.mark.parametrize("what", WRONG_INPUTS)
+def test_a_final_state_that_a_kernel_would_read_wrongly_is_refused(argument: str, what: str):
+    refused(gather_with_final, final_arguments() | {argument: WRONG_INPUTS[what]}, argument)
+
+
+def test_packed_states_with_a_layer_more_or_less_than_there_is_room_for_are_refused():
+    """The last layer would hold what an earlier pass left there."""
+    for width in (H, 3 * H):
+        refused(gather_packed, arguments() | {"packed_TLH": bf16(T, width)}, "packed_TLH")
+    for width in (2 * H, 3 * H):
+        refused(gather_with_final, final_arguments() | {"packed_TLH": bf16(T, width)}, "packed_TLH")
+
+
 @each_output
 def test_what_would_be_written_wrongly_is_refused(argument: str, what: str):
     wrong = {argument: WRONG_OUTPUTS[argument, what]}
     refused(gather_packed, arguments() | wrong, argument)
     refused(gather_layer, layer_arguments() | wrong, argument)
+    refused(gather_with_final, final_arguments() | wrong, argument)
 
 
 def test_a_row_map_of_another_batch_is_refused():

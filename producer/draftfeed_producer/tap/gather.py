@@ -30,9 +30,37 @@ def gather_packed(
     GPU would stall its stream. There, a slot too high is skipped, and of two tokens for one slot
     either may win. Raises TapLayoutError.
     """
+    _, layers, _ = _check_outputs(rows_SLH, counters_SL4)
+    _gather_first(packed_TLH, layers, row_map, rows_SLH, counters_SL4)
+
+
+def gather_with_final(
+    packed_TLH: Tensor,
+    final_TH: Tensor,
+    row_map: Tensor,
+    rows_SLH: Tensor,
+    counters_SL4: Tensor,
+) -> None:
+    """The same where the final state lies elsewhere: it becomes the last of the L layers.
+
+    packed_TLH  bf16 [T, (L-1)*H]
+    final_TH    bf16 [T, H]
+    """
     _, layers, hidden = _check_outputs(rows_SLH, counters_SL4)
+    assert layers > 1, layers
     _check_row_map(row_map, rows_SLH)
-    _check_input("packed_TLH", packed_TLH, (len(row_map), layers * hidden), rows_SLH)
+    _check_input("final_TH", final_TH, (len(row_map), hidden), rows_SLH)
+    _gather_first(packed_TLH, layers - 1, row_map, rows_SLH, counters_SL4)
+    gather_layer(final_TH, None, layers - 1, row_map, rows_SLH, counters_SL4)
+
+
+def _gather_first(
+    packed_TLH: Tensor, layers: int, row_map: Tensor, rows_SLH: Tensor, counters_SL4: Tensor
+) -> None:
+    """Into the first so many layers of a slot."""
+    width = layers * rows_SLH.shape[2]
+    _check_row_map(row_map, rows_SLH)
+    _check_input("packed_TLH", packed_TLH, (len(row_map), width), rows_SLH)
     if not rows_SLH.is_cuda:
         reference.gather_packed(packed_TLH, row_map, rows_SLH, counters_SL4)
     elif len(row_map):

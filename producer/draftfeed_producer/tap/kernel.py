@@ -41,19 +41,21 @@ def packed_kernel(
     rows,
     counters,
     slots,
+    P: tl.constexpr,
     L: tl.constexpr,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Program t * L + layer writes packed[t, layer * H :][:H] to rows[row_map[t], layer].
+    """Program t * P + layer writes packed[t, layer * H :][:H] to rows[row_map[t], layer].
 
-    packed bf16 [T, L*H], rows of a token `stride` * 8 elements apart; row_map int32 [T]; rows
-    fp16 or bf16 [slots, L, H]; counters int32 [slots, L, 4]. All but row_map aligned to 16 bytes.
-    BLOCK elements are handled at once, and AHEAD times as many are read before any is written.
+    packed bf16 [T, P*H], rows of a token `stride` * 8 elements apart; row_map int32 [T]; rows
+    fp16 or bf16 [slots, L, H], L >= P; counters int32 [slots, L, 4]. All but row_map aligned to 16
+    bytes. BLOCK elements are handled at once, and AHEAD times as many are read before any is
+    written.
     """
-    token = tl.program_id(0) // L
-    layer = tl.program_id(0) % L
+    token = tl.program_id(0) // P
+    layer = tl.program_id(0) % P
     slot = tl.load(row_map + token)
     if (slot >= 0) & (slot < slots):
         source = _bits(packed) + token.to(tl.int64) * (stride * 8) + layer * H

@@ -31,12 +31,21 @@ def launch_packed(
     counters_SL4: Tensor,
     blocking: Blocking = ONE_INPUT,
 ) -> None:
+    """A slot may have more layers than `packed_TLH`: those behind keep what they held."""
     slots, layers, hidden = rows_SLH.shape
+    packed = packed_TLH.shape[1] // hidden
     programs: Any = kernel.packed_kernel
-    stride = packed_TLH.stride(0) // 8
-    options = blocking.options()
-    programs[(len(row_map) * layers,)](
-        packed_TLH, stride, row_map, rows_SLH, counters_SL4, slots, layers, hidden, **options
+    programs[(len(row_map) * packed,)](
+        packed_TLH,
+        packed_TLH.stride(0) // 8,
+        row_map,
+        rows_SLH,
+        counters_SL4,
+        slots,
+        packed,
+        layers,
+        hidden,
+        **blocking.options(),
     )
 
 

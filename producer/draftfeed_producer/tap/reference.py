@@ -68,16 +68,19 @@ def gather_packed(
 ) -> None:
     """Writes token t of `packed_TLH` to slot `row_map[t]`, converted by `to_wire`.
 
-    packed_TLH    bf16 or fp32 [T, L*H], the tapped layers side by side
+    packed_TLH    bf16 or fp32 [T, L*H], the tapped layers side by side, or the first of them:
+                  those behind keep what they held
     row_map       int32 [T], -1 = skip (padding, finished sequences); no slot named twice
     rows_SLH      fp16 or bf16 [slots, L, H]; slots that are not named keep what they held
     counters_SL4  int32 [slots, L, 4], see `to_wire`
     """
-    _, layers, hidden = rows_SLH.shape
+    hidden = rows_SLH.shape[2]
+    layers = packed_TLH.shape[1] // hidden
+    assert 1 <= layers <= rows_SLH.shape[1], packed_TLH.shape
     assert packed_TLH.shape == (len(row_map), layers * hidden), packed_TLH.shape
     for tokens, slots in _pieces(row_map):
         rows = packed_TLH[tokens].view(-1, layers, hidden)
-        _write(rows, slots, rows_SLH, counters_SL4)
+        _write(rows, slots, rows_SLH[:, :layers], counters_SL4[:, :layers])
 
 
 def gather_layer(
