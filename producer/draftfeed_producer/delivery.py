@@ -174,6 +174,8 @@ class Delivery:
                 return self._fence(sender, message, now)
             case m.Inquire():
                 return [Send(sender, answers.account(self))]
+            case m.ListAssets() | m.FetchAsset():
+                return []  # of the target, not of its samples: the server answers
         owned = self.fencing.owned(sender, message)
         if owned is None and (gone := self.fencing.late_bye(sender, message)):
             return self._left(*gone)

@@ -16,6 +16,9 @@ MAX_ORDINALS = 1 << 40
 """Lines of a prompt file. Sums over a whole set of ids stay far below 64 bits."""
 MAX_ARRAY_ITEMS = 1 << 18
 MAX_MAP_ITEMS = 256
+MAX_ASSET_PIECE_BYTES = 4 << 20
+"""Of one of the target's files, in one answer."""
+MAX_ASSET_FILES = 64
 MAX_TERM_STEP = 1 << 32
 """How far above a producer's term a new one may be. Without it one message could use up all terms,
 and nobody could have the stream any more."""

@@ -11,7 +11,7 @@ import msgspec
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.errors import IncompatibleVersion
 from draftfeed_proto.ids import SampleId, Shards, WireRanges
-from draftfeed_proto.limits import MAX_SAMPLE_BYTES
+from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES, MAX_SAMPLE_BYTES
 from draftfeed_proto.sample import SampleHeader
 from draftfeed_proto.wire import Count, Name, pack, unpack
 
@@ -19,6 +19,17 @@ VERSION = (1, 0)
 
 SampleBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+PieceBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_ASSET_PIECE_BYTES)]
+
+
+class AssetFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file that belongs to the target."""
+
+    name: Name
+    """Anything: who writes it to a disk decides first which names it takes."""
+    bytes: Count
+    digest: Name
+    """SHA-256 of its bytes, in lower-case hex."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -138,6 +149,18 @@ class Inquire(Message, frozen=True, kw_only=True):
     """Anyone may ask where the samples are; no session is needed, and none is touched."""
 
 
+class ListAssets(Message, frozen=True, kw_only=True):
+    """Anyone may ask which of the target's files there are; like `Inquire`, in no session."""
+
+
+class FetchAsset(Message, frozen=True, kw_only=True):
+    """A piece of one of the files that `Assets` named; answered with one `AssetPiece`."""
+
+    name: Name
+    offset: Count
+    bytes: PieceBytes
+
+
 # producer -> member
 
 
@@ -193,6 +216,23 @@ class Account(Message, frozen=True, kw_only=True):
     """Attached ones."""
 
 
+class Assets(Message, frozen=True, kw_only=True):
+    """The target's files that a trainer needs: not its weights, but its embedding and head."""
+
+    stream_id: Name
+    """Of the stream that they belong to."""
+    files: list[AssetFile] = []
+    reason: str = ""
+    """Why there are none."""
+
+
+class AssetPiece(Message, frozen=True, kw_only=True):
+    """Followed by one payload frame: as many bytes as were asked for."""
+
+    name: Name
+    offset: Count
+
+
 class Opened(InSession, frozen=True, kw_only=True):
     pass
 
@@ -246,7 +286,19 @@ class Ping(InSession, frozen=True, kw_only=True):
 
 
 FromMember = (
-    Fence | Open | Grant | Credit | Nack | Reject | AtWork | Release | Commit | Bye | Inquire
+    Fence
+    | Open
+    | Grant
+    | Credit
+    | Nack
+    | Reject
+    | AtWork
+    | Release
+    | Commit
+    | Bye
+    | Inquire
+    | ListAssets
+    | FetchAsset
 )
 FromProducer = (
     Granted
@@ -262,6 +314,8 @@ FromProducer = (
     | Ping
     | CheckpointWanted
     | Account
+    | Assets
+    | AssetPiece
 )
 
 

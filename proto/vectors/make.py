@@ -101,6 +101,7 @@ def messages() -> list[dict[str, Any]]:
         "terminal": {},
         "pending": [],
     }
+    asset = m.AssetFile(name="config.json", bytes=2, digest=hashlib.sha256(b"{}").hexdigest())
     pairs: list[tuple[str, m.Message]] = [
         ("minimal", m.Fence(**fence, member="0", term=1)),
         ("full", m.Fence(**fence, **rank, version=(1, 0), term=7, takeover=True, expect=expect)),
@@ -128,6 +129,8 @@ def messages() -> list[dict[str, Any]]:
         ("minimal", m.Bye(**here)),
         ("full", m.Bye(**here, reason="done")),
         ("full", m.Inquire()),
+        ("full", m.ListAssets()),
+        ("full", m.FetchAsset(name="model.safetensors", offset=1 << 32, bytes=4 << 20)),
         (
             "minimal",
             m.Granted(**here, descriptor=MINIMAL, stream_id=MINIMAL.stream_id(), **granted),
@@ -160,6 +163,9 @@ def messages() -> list[dict[str, Any]]:
                 members=["0", "1"],
             ),
         ),
+        ("minimal", m.Assets(stream_id=MINIMAL.stream_id())),
+        ("full", m.Assets(stream_id=FULL.stream_id(), files=[asset], reason="none")),
+        ("full", m.AssetPiece(name="model.safetensors", offset=1 << 32)),
         ("full", m.Opened(**here)),
         ("full", m.Offer(**here, samples=[(id, 153)])),
         ("full", m.Begin(**here, header=header())),

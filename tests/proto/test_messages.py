@@ -134,6 +134,8 @@ def test_fields_of_a_later_version_are_ignored_at_every_depth(message: dict[str,
         ("Refused-full", ["term"], 0),
         ("Account-full", ["regenerated"], []),
         ("Account-full", ["members"], []),
+        ("Assets-full", ["files"], []),
+        ("Assets-full", ["reason"], ""),
         ("Begin-full", ["header", "sampling"], {}),
         ("Begin-full", ["header", "digest"], ""),
         ("Granted-full", ["descriptor", "schema"], 1),
@@ -281,6 +283,11 @@ HOSTILE: dict[str, bytes] = {
             {"dataset": "x", "epoch": 0, "ranges": [0, 2]},
         )
     },
+    **{
+        f"piece of {size} bytes": pack({**MESSAGES["FetchAsset-full"], "bytes": size})
+        for size in (-1, 0, (4 << 20) + 1, 2**63)
+    },
+    "piece before the start": pack({**MESSAGES["FetchAsset-full"], "offset": -1}),
     "ranges of a negative": pack(
         {**MESSAGES["Commit-full"], "trained": [["0123456789abcdef", 0, 0, [-1, 2]]]}
     ),

@@ -8,16 +8,17 @@ import pytest
 from draftfeed_proto import errors
 
 PUBLIC = {
+    "assets": "identity is_digest is_plain_name",
     "chunk": "ChunkHeader ChunkKind HEADER_BYTES MAGIC decode_chunk decode_states decode_tokens "
     "encode_states encode_tokens frame_bytes read_header verify",
     "codecs": "Chooser Codec PACKED by_name by_number names",
     "descriptor": "Descriptor Expectation dflash_layer_ids",
     "encoder": "Encoder",
     "ids": "IdSet SampleId Shards WireRanges",
-    "messages": "Account AllTerminal AtWork Begin Bye CheckpointWanted Chunk Closing Commit "
-    "Committed Credit EndOfSamples Fence FromMember FromProducer Grant Granted InSession Inquire "
-    "Message Nack Offer Open Opened Ping Refused Reject Release VERSION check_version "
-    "decode_from_member decode_from_producer encode",
+    "messages": "Account AllTerminal AssetFile AssetPiece Assets AtWork Begin Bye CheckpointWanted "
+    "Chunk Closing Commit Committed Credit EndOfSamples Fence FetchAsset FromMember FromProducer "
+    "Grant Granted InSession Inquire ListAssets Message Nack Offer Open Opened Ping Refused "
+    "Reject Release VERSION check_version decode_from_member decode_from_producer encode",
     "sample": "Assembler LayerCounters Sample SampleHeader decoded_bytes encode_chunks header_of",
     "workers": "Workers",
 }
