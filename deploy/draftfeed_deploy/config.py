@@ -18,9 +18,9 @@ Table = dict[str, Any]
 
 def load(path: Path, kind: type[Config], overrides: Iterable[str] = ()) -> Config:
     """overrides: `table.key=value`, the value in TOML or a bare word. Raises ConfigError."""
-    table = _read(path)
-    for override in overrides:
-        _override(table, override)
+    table = read(path)
+    for text in overrides:
+        override(table, text)
     return build(table, kind, str(path))
 
 
@@ -31,7 +31,7 @@ def build(table: Table, kind: type[Config], where: str) -> Config:
     try:
         return msgspec.convert(table, kind, dec_hook=_path)
     except msgspec.ValidationError as error:
-        raise ConfigError(where, _plain(str(error))) from None
+        raise ConfigError(where, plain_words(str(error))) from None
 
 
 def _path(kind: type, value: Any) -> Path:
@@ -40,7 +40,7 @@ def _path(kind: type, value: Any) -> Path:
     return Path(value).expanduser()
 
 
-def _read(path: Path) -> Table:
+def read(path: Path) -> Table:
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -50,7 +50,7 @@ def _read(path: Path) -> Table:
         raise ConfigError(str(path), f"is not TOML: {error}") from None
 
 
-def _override(table: Table, text: str) -> None:
+def override(table: Table, text: str) -> None:
     name, equals, value = text.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
@@ -103,6 +103,6 @@ def _unknown_words(path: tuple[str, ...], known: list[str]) -> str:
     return f"unknown key {'.'.join(path)!r}; {hint}"
 
 
-def _plain(text: str) -> str:
+def plain_words(text: str) -> str:
     """msgspec's words with our names: "`$.spool.dir`" becomes "spool.dir"."""
     return re.sub(r"`\$\.?([^`]*)`", lambda found: found[1] or "the file", text)

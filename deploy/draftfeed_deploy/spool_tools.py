@@ -91,9 +91,9 @@ def _inspect(arguments: argparse.Namespace, console: Console) -> int:
 
     facts = inspect(Reader(arguments.dir))
     if arguments.json:
-        _say([msgspec.json.format(msgspec.json.encode(facts)).decode()])
+        say([msgspec.json.format(msgspec.json.encode(facts)).decode()])
     else:
-        _say(inspect_lines(facts))
+        say(inspect_lines(facts))
     return exits.DONE
 
 
@@ -111,9 +111,9 @@ def _verify(arguments: argparse.Namespace, console: Console) -> int:
             raise SpoolDamaged(arguments.dir / CONTROL_LOG, "is lost or empty")
         verdict = verify(reader, console)
     except SpoolDamaged as error:  # of the control log: the samples mean nothing without it
-        _say([f"DAMAGED: {error}"])
+        say([f"DAMAGED: {error}"])
         return exits.FAILED
-    _say(verify_lines(verdict))
+    say(verify_lines(verdict))
     return exits.FAILED if verdict.bad else exits.DONE
 
 
@@ -124,8 +124,8 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
 
     codecs.PACKED.prepare()
     written, bad = export(Reader(arguments.dir), arguments.out, arguments.ids, console)
-    _say(f"damaged, left out: {item.name}: {item.reason}" for item in bad)
-    _say([f"{written} samples in {arguments.out}"])
+    say(f"damaged, left out: {item.name}: {item.reason}" for item in bad)
+    say([f"{written} samples in {arguments.out}"])
     return exits.FAILED if bad else exits.DONE
 
 
@@ -133,7 +133,7 @@ def _trace(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy.spool_facts import trace
     from draftfeed_producer.spool.reader import Reader
 
-    _say(trace(Reader(arguments.dir), arguments.sample))
+    say(trace(Reader(arguments.dir), arguments.sample))
     return exits.DONE
 
 
@@ -147,7 +147,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         owned, prompts = reader.control.owned, reader.owner.prompts
         lost = owned.lost.ranges if owned else ()
         started = format_ranges(begun(reader))
-        _say(
+        say(
             [
                 f"{reader.directory}: owns shards {format_ranges(reader.shards.ranges)} of "
                 f"{format_ranges(prompts.ranges)} (data set {prompts.dataset}, epoch "
@@ -159,7 +159,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         for one, two in itertools.combinations(readers, 2)
         if (both := one.shards & two.shards)
     ]
-    _say(overlaps)
+    say(overlaps)
     return exits.WRONG_INPUT if overlaps else exits.DONE
 
 
@@ -168,7 +168,7 @@ def _give(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_producer.spool.ranges import format_ranges, parse_ranges
 
     left = shards.give(arguments.dir, parse_ranges(arguments.ranges))
-    _say([f"{arguments.dir} owns shards {format_ranges(left.ranges)}"])
+    say([f"{arguments.dir} owns shards {format_ranges(left.ranges)}"])
     return exits.DONE
 
 
@@ -177,11 +177,11 @@ def _take(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_producer.spool.ranges import format_ranges, parse_ranges
 
     owned = shards.take(arguments.dir, parse_ranges(arguments.ranges), lost=arguments.lost)
-    _say([f"{arguments.dir} owns shards {format_ranges(owned.ranges)}"])
+    say([f"{arguments.dir} owns shards {format_ranges(owned.ranges)}"])
     return exits.DONE
 
 
-def _say(lines: Iterable[str]) -> None:
+def say(lines: Iterable[str]) -> None:
     """Whoever has read enough of it, as `head` does, may go."""
     try:
         for line in lines:
