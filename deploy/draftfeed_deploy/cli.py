@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, TypeAlias
 from rich.console import Console
 from rich.logging import RichHandler
 
-from draftfeed_deploy import audit, bench_tools, drafter_tools, exits, export_tools, spool_tools
+from draftfeed_deploy import (
+    audit,
+    bench_tools,
+    drafter_tools,
+    exits,
+    export_tools,
+    plan_tools,
+    spool_tools,
+    target_tools,
+)
 
 if TYPE_CHECKING:
     from draftfeed_consumer.config import ConsumerConfig
@@ -24,10 +33,12 @@ GIVE_UP_SECONDS = 15.0
 EPILOG = f"""\
 examples:
   draftfeed demo                                 the whole line on this machine, no GPU needed
+  draftfeed plan --scenario b-split              what a run takes: days, bandwidth, memory, cost
   draftfeed producer -c producer.toml --check    before a long run: a few prompts, judged
   draftfeed producer -c producer.toml            generate, capture, spool, serve
   draftfeed consumer -c consumer.toml            receive and train
   draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
+  draftfeed target fetch -c consumer.toml        the target's embedding and head, in advance
   draftfeed drain -c consumer.toml               end a consumer with everything committed
   draftfeed audit -c producer.toml               where every prompt is
   draftfeed export --from runs/demo/spool --format specforge files
@@ -199,6 +210,8 @@ def _parser() -> argparse.ArgumentParser:
     export_tools.add_command(commands)
     bench_tools.add_command(commands)
     drafter_tools.add_commands(commands)
+    target_tools.add_commands(commands)
+    plan_tools.add_command(commands)
     _add_demo(commands)
     return parser
 

@@ -1,0 +1,184 @@
+"""Plan files into Inputs: what one extends, a model's config, measurements, and defaults."""
+
+from collections.abc import Iterable, Sequence
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from draftfeed_deploy import config, plan_measured, plan_target
+from draftfeed_deploy.errors import ConfigError
+from draftfeed_deploy.plan_inputs import PLACES, REASONS, Inputs, Measured
+
+Table = dict[str, Any]
+SCENARIOS = Path(str(package_files("draftfeed_deploy").joinpath("scenarios")))
+MOST_EXTENDED = 8
+"""Files that may extend each other; more are a circle."""
+
+
+class Assumption(Struct, frozen=True):
+    """One value of a plan and where it comes from."""
+
+    key: str
+    value: Any
+    source: Literal["given", "measured", "default"]
+    note: str = ""
+
+
+class Layer(NamedTuple):
+    directory: Path
+    """That paths in it start from."""
+    table: Table
+
+
+class Case(Struct, frozen=True):
+    """A plan's complete inputs, and all that it assumes."""
+
+    name: str
+    inputs: Inputs
+    assumptions: dict[str, Assumption]
+
+
+def names() -> list[str]:
+    """Of the scenarios that are shipped."""
+    return sorted(path.stem for path in SCENARIOS.glob("*.toml"))
+
+
+def load(name: str, overrides: Sequence[str] = (), benchmark: Path | None = None) -> Case:
+    """name: of a shipped scenario, or a file's. Raises ConfigError."""
+    path = _path(name)
+    table, notes = _merged([*_layers(path), _settings(overrides)])
+    stated = config.build(table, Inputs, str(path))  # faults are told before more is filled in
+    notes |= _apply_measured(table, stated.measured, "[measured]")
+    if benchmark is not None:
+        capture = stated.layout.capture == "live"
+        found = plan_measured.measured(plan_measured.read(benchmark), capture, str(benchmark))
+        notes |= _apply_measured(table, found, str(benchmark))
+    tables = {name: part for name, part in table.items() if isinstance(part, dict)}
+    given = {f"{name}.{key}" for name, part in tables.items() for key in part}
+    inputs = _complete(config.build(table, Inputs, str(path)), str(path))
+    return Case(path.stem, inputs, _assumptions(inputs, given, notes))
+
+
+def _path(name: str) -> Path:
+    if name in names():
+        return SCENARIOS / f"{name}.toml"
+    if name.endswith(".toml") or Path(name).is_file():
+        return Path(name)
+    known = ", ".join(names())
+    raise ConfigError(name, f"is neither a file nor a scenario; scenarios: {known}")
+
+
+def _layers(path: Path) -> list[Layer]:
+    """The file after those that it extends. Claims are a file's own."""
+    chain = [Layer(path.parent, config.read(path))]
+    while (base := chain[0].table.get("extends")) is not None:
+        if len(chain) == MOST_EXTENDED:
+            raise ConfigError(str(path), "extends files that extend each other")
+        if not isinstance(base, str):
+            raise ConfigError(str(path), "extends is not a name")
+        inner = _path(base if base in names() else str(chain[0].directory / base))
+        table = {key: part for key, part in config.read(inner).items() if key != "claims"}
+        chain.insert(0, Layer(inner.parent, table))
+    return chain
+
+
+def _settings(overrides: Iterable[str]) -> Layer:
+    table: Table = {}
+    for text in overrides:
+        config.override(table, text)
+    return Layer(Path(), table)
+
+
+def _merged(layers: Iterable[Layer]) -> tuple[Table, dict[str, str]]:
+    """One table; and which of its keys were read from a model's config.json.
+
+    A config outdoes what an earlier layer says, and is outdone by what its own says.
+    """
+    table: Table = {}
+    notes: dict[str, str] = {}
+    for layer in layers:
+        read = _read_config(layer)
+        stated = {key: part for key, part in layer.table.items() if isinstance(part, dict)}
+        for key in stated.get("target", {}):
+            notes.pop(f"target.{key}", None)
+        notes |= dict.fromkeys((f"target.{key}" for key in read), "config.json")
+        for key, part in layer.table.items():
+            under = table.get(key)
+            if key == "target" and read:
+                part = {**read, **part}
+            if isinstance(part, dict) and isinstance(under, dict):
+                part = {**under, **part}
+            table[key] = part
+    return table, notes
+
+
+def _read_config(layer: Layer) -> Table:
+    """What [target] does not say itself."""
+    target = layer.table.get("target")
+    if not isinstance(target, dict) or not isinstance(target.get("config"), str):
+        return {}
+    path = layer.directory / Path(target["config"]).expanduser()
+    return {key: value for key, value in plan_target.facts_of(path).items() if key not in target}
+
+
+def _apply_measured(table: Table, found: Measured, where: str) -> dict[str, str]:
+    notes = {}
+    for key, value in msgspec.to_builtins(found).items():
+        if value is None:
+            continue
+        part = table.setdefault(PLACES[key], {})
+        assumed = f", assumed {part[key]:g}" if isinstance(part.get(key), int | float) else ""
+        part[key] = value
+        notes[f"{PLACES[key]}.{key}"] = f"measured: {where}{assumed}"
+    if "rates.prefill_tokens_per_second" in notes or "rates.output_includes_prefill" in notes:
+        table["rates"].pop("prefill_share", None)  # it stood in for what is known now
+    return notes
+
+
+def _complete(inputs: Inputs, where: str) -> Inputs:
+    """Fills in what follows from the rest."""
+    work, target, training = inputs.workload, inputs.target, inputs.training
+    if target.hidden_size is None:
+        raise ConfigError(where, "target.hidden_size is needed, or target.config to read it from")
+    if work.longest_tokens < work.prompt_tokens + work.response_tokens:
+        raise ConfigError(where, "workload.longest_tokens is less than a sample of mean length")
+    tokens = work.prompts * work.prompt_tokens
+    replace = msgspec.structs.replace
+    return replace(
+        inputs,
+        workload=replace(work, prompts_bytes=work.prompts_bytes or 4 * tokens),
+        target=replace(target, parameters=target.parameters or target.weights_bytes / 2),
+        training=replace(training, flops=training.flops or inputs.hardware.flops),
+    )
+
+
+def _assumptions(
+    inputs: Inputs, given: Iterable[str], notes: dict[str, str]
+) -> dict[str, Assumption]:
+    found = {}
+    for name in (
+        "workload",
+        "target",
+        "hardware",
+        "layout",
+        "rates",
+        "stream",
+        "training",
+        "prices",
+    ):
+        part = getattr(inputs, name)
+        for field in type(part).__struct_fields__:
+            key = f"{name}.{field}"
+            found[key] = _assumption(key, getattr(part, field), key in given, notes.get(key, ""))
+    return found
+
+
+def _assumption(key: str, value: Any, given: bool, note: str) -> Assumption:
+    if note.startswith("measured: "):
+        return Assumption(key, value, "measured", note.removeprefix("measured: "))
+    if given:
+        return Assumption(key, value, "given", note)
+    return Assumption(key, value, "default", REASONS.get(key, ""))

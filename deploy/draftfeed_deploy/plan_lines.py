@@ -1,0 +1,129 @@
+"""A plan as text: results beside what they rest on, what was claimed, what matters most."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+from draftfeed_deploy import plan_files
+from draftfeed_deploy.plan_claims import Judged
+from draftfeed_deploy.plan_files import Assumption
+from draftfeed_deploy.plan_findings import Finding
+from draftfeed_deploy.plan_outcome import Outcome
+from draftfeed_deploy.plan_results import Result
+from draftfeed_deploy.plan_units import plain, show
+
+SENSITIVITIES_SHOWN = 10
+SHARED_ROWS = (
+    "response_tokens",
+    "prompt_tokens",
+    "second_pass_tokens",
+    "output_seconds",
+    "prefill_seconds",
+    "second_pass_seconds",
+    "generation_seconds",
+    "training_seconds",
+    "elapsed_seconds",
+    "stream_bytes_per_second",
+    "burst_bytes_per_second",
+    "link_bits_needed",
+    "spool_encoded_bytes",
+    "archive_bytes",
+    "moved_bytes",
+    "streamed_bytes",
+    "fits_longest",
+    "cost",
+)
+"""Of several plans side by side."""
+
+
+def lines_of(outcome: Outcome) -> Iterator[str]:
+    case, times = outcome.case, outcome.plan.times
+    yield f"{case.name}: {case.inputs.title}" if case.inputs.title else case.name
+    yield f"{show(times.elapsed, 'seconds')}; what decides: {times.bottleneck}"
+    group = ""
+    width = max(map(len, map(_head, outcome.results)))
+    for result in outcome.results:
+        if result.group != group:
+            group = result.group
+            yield ""
+            yield group
+        yield from _result_lines(result, case.assumptions, width)
+    yield ""
+    yield from _finding_lines(outcome.findings)
+    yield ""
+    yield from _sensitivity_lines(outcome)
+    if outcome.claims:
+        yield ""
+        yield from _claim_lines(outcome.claims)
+
+
+def list_lines() -> Iterator[str]:
+    """The scenarios that are shipped, with their titles."""
+    names = plan_files.names()
+    width = max(map(len, names))
+    yield from (f"{name:<{width}}  {plan_files.load(name).inputs.title}" for name in names)
+
+
+def comparison_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Results in rows, plans in columns."""
+    rows = [["", *(outcome.case.name for outcome in outcomes)]]
+    by_key = [{result.key: result for result in outcome.results} for outcome in outcomes]
+    for key in SHARED_ROWS:
+        shown = [found.get(key) for found in by_key]
+        if any(shown):
+            rows.append([key, *(show(one.value, one.unit) if one else "-" for one in shown)])
+    rows.append(["what decides", *(outcome.plan.times.bottleneck for outcome in outcomes)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for outcome in outcomes:
+        yield ""
+        yield outcome.case.name
+        yield from _finding_lines(outcome.findings)
+
+
+def _head(result: Result) -> str:
+    return f"  {show(result.value, result.unit):>13}  {result.meaning}"
+
+
+def _result_lines(result: Result, assumptions: dict[str, Assumption], width: int) -> Iterator[str]:
+    used = [assumptions[key] for key in result.inputs if assumptions[key].value is not None]
+    beside = [_words(one) for one in used] or [""]
+    for head, words in zip_longest([_head(result)], beside, fillvalue=""):
+        yield f"{head:<{width}}  {words}".rstrip()
+
+
+def _words(one: Assumption) -> str:
+    source = f"{one.source}: {one.note}" if one.note else one.source
+    return f"{one.key} {plain(one.value)} ({source})"
+
+
+def _finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
+    for finding in findings:
+        mark = "IMPOSSIBLE" if finding.grade == "impossible" else finding.grade
+        yield f"  {mark:<10}  {finding.text}"
+
+
+def _sensitivity_lines(outcome: Outcome) -> Iterator[str]:
+    elapsed = show(outcome.plan.times.elapsed, "seconds")
+    shown = outcome.sensitivities[:SENSITIVITIES_SHOWN]
+    yield f"what changes {elapsed} most{'':24}20% less    20% more   source"
+    for one in shown:
+        source = outcome.case.assumptions[one.key].source
+        less, more = (show(value, "seconds") for value in (one.less_seconds, one.more_seconds))
+        yield f"  {one.key:<38}  {less:>12}{more:>12}   {source}"
+
+
+def _claim_lines(claims: Iterable[Judged]) -> Iterator[str]:
+    yield "what was claimed, computed on its own terms and by this plan"
+    for one in claims:
+        claim = one.claim
+        stated = f"{claim.value:g}" + (f" to {claim.high:g}" if claim.high is not None else "")
+        verdict = "reproduced" if one.reproduced else "NOT reproduced"
+        yield f"  {claim.says}"
+        by_plan = f"{one.planned:.4g} {claim.unit}{'' if one.agrees else ', which differs'}"
+        yield (
+            f"    claimed {stated} {claim.unit}; on its terms {one.on_its_terms:.4g}, {verdict}; "
+            f"by this plan {by_plan}"
+        )
+        if claim.note:
+            yield f"    {claim.note}"

@@ -1,0 +1,54 @@
+"""A scenario, planned, with everything that is said of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from draftfeed_deploy import plan_files
+from draftfeed_deploy.plan import Plan, plan
+from draftfeed_deploy.plan_claims import Judged, judge
+from draftfeed_deploy.plan_files import Case
+from draftfeed_deploy.plan_findings import Finding, findings
+from draftfeed_deploy.plan_results import Result, results
+from draftfeed_deploy.plan_sensitivity import Sensitivity, sensitivities
+
+
+class Outcome(Struct, frozen=True):
+    case: Case
+    plan: Plan
+    results: list[Result]
+    findings: list[Finding]
+    sensitivities: list[Sensitivity]
+    claims: list[Judged]
+
+
+def outcome(name: str, overrides: Sequence[str] = (), benchmark: Path | None = None) -> Outcome:
+    """Raises ConfigError."""
+    case = plan_files.load(name, overrides, benchmark)
+    inputs = case.inputs
+    planned = plan(inputs)
+    return Outcome(
+        case=case,
+        plan=planned,
+        results=results(inputs, planned),
+        findings=findings(inputs, planned),
+        sensitivities=sensitivities(inputs, case.assumptions),
+        claims=judge(case, lambda more: plan_files.load(name, [*overrides, *more], benchmark)),
+    )
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Values in the units that are named beside them; a limit that is none is null."""
+    return {
+        "scenario": outcome.case.name,
+        "title": outcome.case.inputs.title,
+        "bottleneck": outcome.plan.times.bottleneck,
+        "results": {result.key: result for result in outcome.results},
+        "assumptions": outcome.case.assumptions,
+        "findings": outcome.findings,
+        "sensitivity": outcome.sensitivities,
+        "claims": [msgspec.to_builtins(judged) for judged in outcome.claims],
+    }
