@@ -27,23 +27,28 @@ class Judged(Struct, frozen=True):
     agrees: bool
 
 
-def judge(case: Case, reload: Callable[[Sequence[str]], Case]) -> list[Judged]:
-    """reload: the same case with more settings. Raises ConfigError for a claim about nothing."""
-    return [_judged(claim, case.name, reload) for claim in case.inputs.claims]
+Loading = Callable[[Sequence[str]], Case]
+"""A scenario, with these settings more."""
 
 
-def _judged(claim: Claim, where: str, reload: Callable[[Sequence[str]], Case]) -> Judged:
+def judge(case: Case, as_stated: Loading, as_planned: Loading) -> list[Judged]:
+    """as_stated: the file alone, since that is what its claims are about; as_planned: with all
+    that was set and measured. Raises ConfigError for a claim about nothing."""
+    return [_judged(claim, case.name, as_stated, as_planned) for claim in case.inputs.claims]
+
+
+def _judged(claim: Claim, where: str, as_stated: Loading, as_planned: Loading) -> Judged:
     _check(claim, where)
-    values = []
-    for terms in (claim.terms, ()):
-        value = _value(claim, reload([*claim.case, *terms]).inputs, where)
-        if claim.against is not None:
-            value /= _value(claim, reload([*claim.against, *terms]).inputs, where)
-            value = 100 * (value - 1)
-        else:
-            value /= FACTORS[claim.unit]
-        values.append(value)
-    return Judged(claim, values[0], _holds(claim, values[0]), values[1], _holds(claim, values[1]))
+    stated = _computed(claim, claim.terms, as_stated, where)
+    planned = _computed(claim, (), as_planned, where)
+    return Judged(claim, stated, _holds(claim, stated), planned, _holds(claim, planned))
+
+
+def _computed(claim: Claim, terms: Sequence[str], load: Loading, where: str) -> float:
+    value = _value(claim, load([*claim.case, *terms]).inputs, where)
+    if claim.against is None:
+        return value / FACTORS[claim.unit]
+    return 100 * (value / _value(claim, load([*claim.against, *terms]).inputs, where) - 1)
 
 
 def _check(claim: Claim, where: str) -> None:

@@ -36,7 +36,11 @@ def outcome(name: str, overrides: Sequence[str] = (), benchmark: Path | None = N
         results=results(inputs, planned),
         findings=findings(inputs, planned),
         sensitivities=sensitivities(inputs, case.assumptions),
-        claims=judge(case, lambda more: plan_files.load(name, [*overrides, *more], benchmark)),
+        claims=judge(
+            case,
+            lambda more: plan_files.load(name, more),
+            lambda more: plan_files.load(name, [*overrides, *more], benchmark),
+        ),
     )
 
 

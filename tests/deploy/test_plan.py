@@ -298,3 +298,10 @@ def test_the_list_has_every_option(capsys: pytest.CaptureFixture[str]):
         "e-replay",
         "f-prefill-later",
     ]
+
+
+def test_a_setting_changes_the_plan_and_not_what_was_claimed(capsys: pytest.CaptureFixture[str]):
+    found = report(capsys, "a-pro6000", "layout.replicas=2")
+    exact = next(one for one in found["claims"] if one["claim"]["value"] == 6.98)
+    assert exact["reproduced"]
+    assert exact["planned"] == pytest.approx(2 * 7.388, abs=0.001)
