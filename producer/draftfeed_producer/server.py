@@ -12,10 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import zmq
 
+from draftfeed_producer.asset_desk import AssetDesk, Piece
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.listener import LINGER_MS, Listener
 from draftfeed_producer.session import (
@@ -67,13 +69,25 @@ class ServerStatistics(NamedTuple):
     """Messages waiting for the member to read."""
     no_credit_seconds: float
     """Time in which samples waited and the consumer had no room for them."""
+    asset_bytes: int
+    """Of the target's files, sent; not among the wire bytes."""
 
 
 class Server:
     """Serves a spool until `close`. Owns the listener."""
 
-    def __init__(self, listener: Listener, spool: Spool, delivery: Delivery) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        spool: Spool,
+        delivery: Delivery,
+        target: Path | None = None,
+        *,
+        no_target: str = "this producer has no target to serve files of",
+    ) -> None:
+        """target: its directory, of which trainers get some files; no_target: why there is none."""
         self._listener, self._spool, self._delivery = listener, spool, delivery
+        self._assets = AssetDesk(delivery.descriptor.stream_id(), target, no_target)
         self._socket = listener.socket
         self._inbox: queue.SimpleQueue[Callable[[], list[Action]]] = queue.SimpleQueue()
         """Events of the producer, to be given to the delivery state by our thread."""
@@ -92,7 +106,7 @@ class Server:
         """A leader has said what is trained."""
         self._closing: str | None = None
         self._closed = threading.Event()
-        self._wire_bytes = 0
+        self._wire_bytes = self._asset_bytes = 0
         self._no_credit_seconds = 0.0
         self._ping_due = 0.0
         self._judged_samples = 0
@@ -101,6 +115,7 @@ class Server:
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
     def start(self) -> None:
+        self._assets.start(self._wake)
         self._thread.start()
 
     # called by other threads
@@ -137,6 +152,7 @@ class Server:
         self._wake()
         if self._thread.ident is not None:  # an error may come before the start
             self._thread.join()
+        self._assets.close()
         self._listener.close()
         self._waker.close()
         self._wake_end.close()
@@ -151,6 +167,7 @@ class Server:
             self._wire_bytes,
             sum(map(len, list(self._backlogs.values()))),
             self._no_credit_seconds,
+            self._asset_bytes,
         )
 
     def _wake(self) -> None:
@@ -173,12 +190,14 @@ class Server:
         poller.register(self._wake_end, zmq.POLLIN)
         while self._closing is None:
             began = time.monotonic()
-            ready = dict(poller.poll(RETRY_MS if self._waiting else POLL_MS))
+            soon = self._waiting or self._assets.waiting
+            ready = dict(poller.poll(RETRY_MS if soon else POLL_MS))
             if self._wake_end.fileno() in ready:
                 self._wake_end.recv(4096)
             self._drain_inbox()
             self._receive()
             sent = self._pump()
+            self._send_piece()
             self._ping()
             for _ in range(len(self._notices)):
                 self._notify(self._notices.popleft())
@@ -215,10 +234,43 @@ class Server:
             if len(parts) != 2:
                 raise ProtoError(f"{len(parts) - 1} frames where one message was due")
             message = m.decode_from_member(parts[1])
+            if isinstance(message, m.ListAssets | m.FetchAsset):
+                self._asked(sender, message)
+                return
             self._perform(self._delivery.received(sender, message, time.monotonic()))
         except ProtoError as error:
             logger.warning("refused a message: %s", error)
             self._perform([Send(sender, m.Refused(code="malformed", reason=str(error)))])
+
+    def _asked(self, sender: bytes, message: m.ListAssets | m.FetchAsset) -> None:
+        if answer := self._assets.answer(sender, message, time.monotonic()):
+            self._perform([Send(sender, answer)])
+
+    def _send_piece(self) -> None:
+        """At most one in a turn: samples come first."""
+        piece = self._assets.next_piece(time.monotonic())
+        if piece is None:
+            return
+        if isinstance(piece.message, m.Refused):
+            self._assets.dropped(piece)
+            self._perform([Send(piece.sender, piece.message)])
+            return
+        try:
+            self._send_tracked(piece)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._assets.dropped(piece)
+
+    def _send_tracked(self, piece: Piece) -> None:
+        """Raises zmq.ZMQError when the peer is gone, or its pipe full: then it does not read."""
+        # Small ones too, or nobody would know what of theirs ZeroMQ still holds.
+        last = zmq.Frame(piece.data, track=True, copy_threshold=0)
+        frames: list[bytes | zmq.Frame] = [piece.sender, m.encode(piece.message), last]
+        tracker = self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False, track=True)
+        assert tracker is not None
+        self._assets.sent(piece, tracker)
+        self._asset_bytes += len(piece.data)
 
     def _pump(self) -> bool:
         """Send what credit and the socket take, a chunk to each member in turn; whether anything

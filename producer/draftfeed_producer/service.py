@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 from draftfeed_producer.admission import Admission
@@ -84,7 +85,9 @@ class ProducerService:
             engine = self._load_engine(stack)
             spool = Spool(self._config.spool, engine.descriptor, source.shards)
             stack.callback(spool.close)
-            server = Server(listener, spool, self._delivery(engine, source, spool))
+            delivery = self._delivery(engine, source, spool)
+            target, no_target = self._target_directory()
+            server = Server(listener, spool, delivery, target, no_target=no_target)
             stack.callback(lambda: server.close(self._goodbye()))
             admission = Admission(source, spool, server, self._stopped)
             self._spool, self._server, self._admission = spool, server, admission
@@ -140,10 +143,16 @@ class ProducerService:
             engine.stop()
         return engine
 
+    def _target_directory(self) -> tuple[Path | None, str]:
+        """(of which trainers get some files, why there is none)"""
+        if self._config.target is None:
+            return None, "the synthetic engine has no target"
+        return Path(self._config.target.path).expanduser(), ""
+
     def _delivery(self, engine: Engine, source: PromptSource, spool: Spool) -> Delivery:
         config, descriptor = self._config.server, engine.descriptor
         rows = engine.max_rows(source.longest_prompt)
-        largest = decoded_bytes(rows, len(descriptor.layer_ids), descriptor.hidden_size)
+        largest = decoded_bytes(rows, descriptor.layers, descriptor.hidden_size)
         return Delivery.of(
             spool,
             descriptor,
@@ -232,7 +241,7 @@ def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
         return synthetic_source(engine)
     target_config, prompts_config = config.needed()
     target, capture = load_target(target_config), config.capture
-    descriptor = target.descriptor(target_config.layer_ids)
+    descriptor = target.descriptor(target_config.layer_ids, target_config.final)
     to_come = engine.sampling.max_new_tokens if capture.mode == "live" else 0
     held = _staged_rows(descriptor, capture.staging_bytes, to_come)
     positions = _longest_sequence(target, descriptor, held)
@@ -245,7 +254,7 @@ def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
 
 def _staged_rows(descriptor: Descriptor, staging_bytes: int, to_come: int) -> int:
     """Rows for which there is memory. Raises ProducerError when a response alone needs more."""
-    row_bytes = 2 * len(descriptor.layer_ids) * descriptor.hidden_size
+    row_bytes = descriptor.row_bytes()
     rows = staging_bytes // row_bytes
     if rows < max(to_come, 1):
         raise ProducerError(
@@ -258,14 +267,15 @@ def _staged_rows(descriptor: Descriptor, staging_bytes: int, to_come: int) -> in
 def _longest_sequence(target: Target, descriptor: Descriptor, held_rows: int) -> int:
     """In tokens: of those the target was made for, and so that its sample is one the protocol
     allows and one that can be held."""
-    rows = longest_rows(len(descriptor.layer_ids), descriptor.hidden_size)
+    rows = longest_rows(descriptor.layers, descriptor.hidden_size)
     return min(target.max_positions, min(rows, held_rows) + 1)
 
 
 def describe(descriptor: Descriptor) -> str:
     """One line for people."""
     ids = ",".join(map(str, descriptor.layer_ids))
+    final = "" if descriptor.final == "none" else f", final state {descriptor.final}"
     return (
-        f"{descriptor.model} (layers {ids} of {descriptor.num_layers}, hidden "
+        f"{descriptor.model} (layers {ids} of {descriptor.num_layers}{final}, hidden "
         f"{descriptor.hidden_size}, {descriptor.dtype}, stream {descriptor.stream_id()[:8]})"
     )
