@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from draftfeed_producer.errors import LayerIdError, MissingPackageError, ModelError
-from draftfeed_proto.descriptor import Descriptor, dflash_layer_ids
+from draftfeed_proto.descriptor import Descriptor, Final, dflash_layer_ids
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ class TargetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Hugging Face model directory: config, tokenizer, weights. Nothing is downloaded."""
     layer_ids: tuple[int, ...] | None = None
     """0-based ids: k is the output of decoder block k. None: five by the DFlash formula."""
+    final: Final = "none"
+    """Whether the final state comes along as one more layer: the last block's output (prenorm), or
+    that after the final norm (postnorm), which is all that SGLang gives out."""
     name: str | None = None
     """Name in the descriptor. None: the hub's name for a hub snapshot, else the directory's."""
     revision: str | None = None
@@ -63,8 +66,11 @@ class Target:
         """Tokens of the longest sequence the target was made for."""
         return int(self.text_config.max_position_embeddings)
 
-    def descriptor(self, layer_ids: Sequence[int] | None = None) -> Descriptor:
-        """Raises LayerIdError, or ValueError when None is given and the DFlash formula fails."""
+    def descriptor(
+        self, layer_ids: Sequence[int] | None = None, final: Final = "none"
+    ) -> Descriptor:
+        """Raises LayerIdError, LimitExceeded for more layers than a sample may have, and ValueError
+        when None is given and the DFlash formula fails."""
         if layer_ids is None:
             layer_ids = dflash_layer_ids(self.num_layers)
         return Descriptor(
@@ -76,6 +82,7 @@ class Target:
             num_layers=self.num_layers,
             hidden_size=int(self.text_config.hidden_size),
             vocab_size=int(self.text_config.vocab_size),
+            final=final,
         )
 
 

@@ -6,7 +6,7 @@ that cannot tap the last block leaves the test of the last block out.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,18 @@ from transformers import AutoModelForCausalLM
 
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.tap.reference import to_wire
+from draftfeed_proto.descriptor import Final
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 from tiny_models import LOST_CHANNELS
 
 LENGTHS = [5, 23, 1, 14, 9, 31]
 FP16_LEAST = 2.0**-24
+LOGITS_TOLERANCE, OTHER_LOGITS = 0.02, 0.05
+"""Relative L2 of a row of logits that a final state makes: at most, 0.01 of it for being rounded to
+bf16; and at least, when it is taken for the other kind."""
+NEARLY_BEST = 0.05
+"""Of the standard deviation of a row's logits: so much less than the best another token may be."""
 BF16_EXACT_FROM = 2.0**-17
 """From here on fp16 has every value of bf16, whose 8 bits are then 2**-24 and more."""
 
@@ -38,6 +44,12 @@ class Reference:
     """[n, H], the last block's output after the final norm."""
     lost: np.ndarray
     """int [n, N], values that are not zero, and in fp16 are, whatever the noise of an engine."""
+    logits: np.ndarray
+    """float32 [n, V]"""
+
+    def of_final(self, final: Final) -> np.ndarray:
+        """[n, H]"""
+        return self.blocks[:, -1] if final == "prenorm" else self.final
 
 
 @dataclass
@@ -54,6 +66,12 @@ class Captured:
     references: list[Reference]
     lost_channels: int
     """At least so many values of each row are lost in fp16."""
+    final: Final
+    forward: "FullForward"
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_ids) + (self.final != "none")
 
     def pairs(self) -> Iterator[tuple[np.ndarray, Reference]]:
         for sample, reference in zip(self.samples, self.references, strict=True):
@@ -83,24 +101,40 @@ def lost_channels(path: Path) -> int:
     return 0 if path.name.startswith("smollm2") else LOST_CHANNELS
 
 
-def full_forward(path: Path, dtype: str) -> Callable[[np.ndarray], Reference]:
+class FullForward:
     """Reads Hugging Face's own `hidden_states`, whose index k+1 is layer id k. Its last entry is
     post-norm, so the last block's output is read at the final norm's input."""
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
-    before_norm: list[torch.Tensor] = []
-    model.get_decoder().norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
 
-    def forward(input_ids: np.ndarray) -> Reference:
-        before_norm.clear()
+    def __init__(self, path: Path, dtype: str) -> None:
+        load: Any = AutoModelForCausalLM.from_pretrained
+        self._model: Any = load(path, dtype=getattr(torch, dtype)).eval()
+        self._norm = self._model.get_decoder().norm
+        self._before_norm: list[torch.Tensor] = []
+        self._norm.register_forward_pre_hook(lambda _, args: self._before_norm.append(args[0]))
+
+    def __call__(self, input_ids: np.ndarray) -> Reference:
+        self._before_norm.clear()
         tokens = torch.from_numpy(input_ids.astype(np.int64))[None]
         with torch.inference_mode():
-            out = model(tokens, output_hidden_states=True, use_cache=False)
-        blocks = torch.stack([*out.hidden_states[1:-1], before_norm[0]], dim=2)[0]
+            out = self._model(tokens, output_hidden_states=True, use_cache=False)
+        blocks = torch.stack([*out.hidden_states[1:-1], self._before_norm[0]], dim=2)[0]
         served, final = (to_wire(x)[0].float().numpy() for x in (blocks, out.hidden_states[-1][0]))
         lost = (blocks != 0) & (blocks.abs() < FP16_LEAST / 16)
-        return Reference(served, final, lost.sum(-1).numpy())
+        return Reference(served, final, lost.sum(-1).numpy(), out.logits[0].float().numpy())
 
-    return forward
+    def logits(self, states: np.ndarray, final: Final) -> np.ndarray:
+        """float32 [n, V]: what the target makes of states float16 [n, H], when they are as `final`
+        says."""
+        x = torch.from_numpy(states.astype(np.float32)).to(self._norm.weight.dtype)
+        with torch.inference_mode():
+            x = self._norm(x) if final == "prenorm" else x
+            out: np.ndarray = self._model.get_output_embeddings()(x).float().numpy()
+        return out
+
+
+def of_rows(got: np.ndarray, want: np.ndarray) -> np.ndarray:
+    """Relative L2 of each row, plainly."""
+    return np.asarray(np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1))
 
 
 def errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:
@@ -156,9 +190,58 @@ def test_the_last_block_is_served_before_the_final_norm(captured: Captured):
     """Asking for the last block; pre- and post-norm state mixed up."""
     for rows, reference in captured.pairs():
         assert captured.layer_ids[-1] == reference.blocks.shape[1] - 1
-        last = rows[:, -1]
+        last = rows[:, len(captured.layer_ids) - 1]
         assert errors(last, reference.blocks[:, -1]).max() <= captured.tolerance
         assert (np.median(errors(last, reference.final), 1) > captured.tolerance).all()
+
+
+def test_the_final_state_equals_that_of_one_full_forward_pass(
+    captured: Captured,
+    prefilled: list[Sample],
+    record_property: Callable[[str, object], None],
+):
+    """Of every token: of a prompt's, of those in the middle of a chunk, of those sampled."""
+    worst = 0.0
+    for samples in (captured.samples, prefilled) if captured.final != "none" else ():
+        for sample, reference in zip(samples, captured.references, strict=True):
+            got = sample.hidden_states[:, len(captured.layer_ids)].astype(np.float32)
+            error = errors(got, reference.of_final(captured.final))
+            assert error.max() <= captured.tolerance, (sample.id, error.max(), error.argmax())
+            worst = max(worst, float(error.max()))
+    record_property("worst row's relative L2", f"{worst:.2e}")
+
+
+def test_the_final_state_makes_the_targets_logits(
+    captured: Captured, record_property: Callable[[str, object], None]
+):
+    """Pre-norm and post-norm final state mixed up: same shape, no error, other labels. Taken for
+    the other kind than the descriptor says it must be found out."""
+    if captured.final == "none":
+        return
+    other: Final = "prenorm" if captured.final == "postnorm" else "postnorm"
+    worst, least = 0.0, math.inf
+    for sample, reference in zip(captured.samples, captured.references, strict=True):
+        states = sample.hidden_states[:, len(captured.layer_ids)]
+        right, wrong = (
+            of_rows(captured.forward.logits(states, kind), reference.logits)
+            for kind in (captured.final, other)
+        )
+        worst, least = max(worst, float(right.max())), min(least, float(wrong.min()))
+    record_property("logits' worst relative L2", f"{worst:.1e}; of the other kind {least:.2g}")
+    assert worst <= LOGITS_TOLERANCE
+    assert least >= OTHER_LOGITS
+
+
+def assert_sampled_from(
+    samples: Sequence[Sample], forward: FullForward, layers: int, final: Final
+) -> None:
+    """Greedy samples: the head makes of each row's final state the token that came next."""
+    for sample in samples:
+        first = int((sample.loss_mask == 0).sum()) - 1  # the prompt's last row has the first
+        logits = forward.logits(sample.hidden_states[first:, layers], final)
+        chosen = np.take_along_axis(logits, sample.input_ids[first + 1 :, None], 1)[:, 0]
+        behind = (logits.max(1) - chosen) / logits.std(1)
+        assert behind.max() <= NEARLY_BEST, (sample.id, behind.max(), behind.argmax())
 
 
 def test_every_sample_has_one_id_more_than_rows(captured: Captured):
@@ -177,7 +260,7 @@ def test_counters_are_the_sums_over_a_samples_own_rows(captured: Captured):
     """Zeros for all of them look like those of a sound target; `inexact` tells. Of small values
     noise decides whether they are exact: of the least and of all others it does not."""
     for sample, reference in zip(captured.samples, captured.references, strict=True):
-        assert len(sample.counters) == len(captured.layer_ids)
+        assert len(sample.counters) == sample.hidden_states.shape[1] == captured.layers
         assert (reference.lost >= captured.lost_channels).all()
         for i, k in enumerate(captured.layer_ids):
             counters = sample.counters[i]
@@ -187,6 +270,8 @@ def test_counters_are_the_sums_over_a_samples_own_rows(captured: Captured):
             assert counters.saturated == (magnitude == 65504).sum()
             small = (magnitude <= BF16_EXACT_FROM).sum()
             assert reference.lost[:, k].sum() <= counters.inexact <= small, (sample.id, k)
+        if captured.final == "prenorm":
+            assert reference.lost[:, -1].sum() <= sample.counters[-1].inexact
 
 
 def test_prefill_of_a_response_makes_the_sample_that_live_capture_made(

@@ -6,7 +6,7 @@ import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,12 +17,14 @@ from draftfeed_producer.engines import CaptureConfig, SamplingConfig, Transforme
 from draftfeed_producer.engines.transformers import TransformersEngine
 from draftfeed_producer.errors import CaptureError
 from draftfeed_producer.target import TargetConfig, load_target
+from draftfeed_proto.descriptor import Final
 from draftfeed_proto.sample import Sample
 from engine_suite import (  # noqa: F401 - the tests are run here
     LENGTHS,
     Captured,
+    FullForward,
+    assert_sampled_from,
     errors,
-    full_forward,
     given,
     lost_channels,
     make_prompts,
@@ -33,6 +35,8 @@ from engine_suite import (  # noqa: F401 - the tests are run here
     test_rows_captured_in_prefill_mode_equal_one_full_forward_pass,
     test_rows_captured_while_generating_equal_one_full_forward_pass,
     test_rows_shifted_by_one_do_not_pass_for_equal,
+    test_the_final_state_equals_that_of_one_full_forward_pass,
+    test_the_final_state_makes_the_targets_logits,
     test_the_last_block_is_served_before_the_final_norm,
 )
 
@@ -41,14 +45,25 @@ pytestmark = pytest.mark.timeout(300)
 
 NEW_TOKENS = 10
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
-CASES = {
-    "smollm2-float32": ("smollm2_dir", (1, 8, 14, 20, 27, 29)),
-    "tiny_qwen3-float32": ("tiny_qwen3", (0, 2, 5)),
-    "tiny_qwen3-bfloat16": ("tiny_qwen3", (0, 2, 5)),
-    "tiny_qwen35-float32": ("tiny_qwen35", (0, 3, 7)),
-    "tiny_qwen35-bfloat16": ("tiny_qwen35", (0, 3, 7)),
-    "tiny_qwen35_multimodal-float32": ("tiny_qwen35_multimodal", (1, 4, 7)),
+CASES: dict[str, tuple[str, tuple[int, ...], str, Final]] = {
+    "smollm2-float32-prenorm": ("smollm2_dir", (1, 8, 14, 20, 27, 29), "float32", "prenorm"),
+    "smollm2-float32-postnorm": ("smollm2_dir", (1, 8, 14, 20, 27, 29), "float32", "postnorm"),
+    "tiny_qwen3-float32": ("tiny_qwen3", (0, 2, 5), "float32", "none"),
+    "tiny_qwen3-float32-postnorm": ("tiny_qwen3", (0, 2, 5), "float32", "postnorm"),
+    "tiny_qwen3-bfloat16-prenorm": ("tiny_qwen3", (0, 2, 5), "bfloat16", "prenorm"),
+    "tiny_qwen35-float32-prenorm": ("tiny_qwen35", (0, 3, 7), "float32", "prenorm"),
+    "tiny_qwen35-bfloat16-postnorm": ("tiny_qwen35", (0, 3, 7), "bfloat16", "postnorm"),
+    "tiny_qwen35_multimodal-float32-postnorm": (
+        *("tiny_qwen35_multimodal", (1, 4, 7), "float32", "postnorm"),
+    ),
 }
+
+
+class Case(NamedTuple):
+    path: Path
+    layer_ids: tuple[int, ...]
+    dtype: str
+    final: Final
 
 
 def make_engine(
@@ -56,6 +71,7 @@ def make_engine(
     layer_ids: tuple[int, ...],
     dtype: str = "float32",
     batch_size: int = 4,
+    final: Final = "none",
     **sampling: object,
 ) -> TransformersEngine:
     config = TransformersConfig(
@@ -64,44 +80,63 @@ def make_engine(
         threads=1,
         sampling=SamplingConfig(**{"max_new_tokens": NEW_TOKENS, **sampling}),  # type: ignore[arg-type]
     )
-    return TransformersEngine(config, load_target(TargetConfig(path=str(path))), layer_ids)
+    target = load_target(TargetConfig(path=str(path)))
+    return TransformersEngine(config, target, layer_ids, final=final)
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[Path, tuple[int, ...], str]:
-    """Model directory, layer ids, dtype."""
-    fixture, layer_ids = CASES[request.param]
-    return request.getfixturevalue(fixture), layer_ids, request.param.rpartition("-")[2]
+def case(request: pytest.FixtureRequest) -> Case:
+    fixture, layer_ids, dtype, final = CASES[request.param]
+    return Case(request.getfixturevalue(fixture), layer_ids, dtype, final)
 
 
 @pytest.fixture(scope="module")
-def captured(case: tuple[Path, tuple[int, ...], str]) -> Captured:
+def captured(case: Case) -> Captured:
     """Six prompts of mixed lengths in batches of four: the second batch reuses the staging."""
-    path, layer_ids, dtype = case
+    path, layer_ids, dtype, final = case
     prompts = make_prompts(LENGTHS)
     # Drawn, not greedy: a random model soon repeats one token, and then rows repeat, too.
-    engine = make_engine(path, layer_ids, dtype, temperature=1.0)
+    engine = make_engine(path, layer_ids, dtype, final=final, temperature=1.0)
+    assert engine.descriptor.final == final
     samples = list(engine.run(iter(prompts)))
     assert len(samples) == 6
     assert engine.recaptured == 0
     engine.close()
-    forward = full_forward(path, dtype)
+    forward = FullForward(path, dtype)
     references = [forward(sample.input_ids[:-1]) for sample in samples]
-    lost = lost_channels(path)
-    return Captured(layer_ids, TOLERANCE[dtype], NEW_TOKENS, prompts, samples, references, lost)
+    return Captured(
+        layer_ids,
+        TOLERANCE[dtype],
+        NEW_TOKENS,
+        prompts,
+        samples,
+        references,
+        lost_channels(path),
+        final,
+        forward,
+    )
 
 
 @pytest.fixture(scope="module")
-def prefilled(case: tuple[Path, tuple[int, ...], str], captured: Captured) -> list[Sample]:
+def prefilled(case: Case, captured: Captured) -> list[Sample]:
     """In batches of four, each of samples that are about as long as each other."""
-    path, layer_ids, dtype = case
+    path, layer_ids, dtype, final = case
     config = TransformersConfig(dtype=dtype, batch_size=4, threads=1)  # type: ignore[arg-type]
     target, capture = load_target(TargetConfig(path=str(path))), CaptureConfig(mode="prefill")
-    engine = TransformersEngine(config, target, layer_ids, capture)
+    engine = TransformersEngine(config, target, layer_ids, capture, final)
     samples = sorted(engine.run(iter(given(captured))), key=lambda sample: sample.id)
     assert engine.recaptured == 0
     engine.close()
     return samples
+
+
+def test_the_head_makes_the_sampled_tokens_of_the_final_states(case: Case, captured: Captured):
+    if case.final == "none":
+        pytest.skip("there are none")
+    engine = make_engine(case.path, case.layer_ids, case.dtype, final=case.final)
+    samples = list(engine.run(iter(captured.prompts)))
+    engine.close()
+    assert_sampled_from(samples, captured.forward, len(case.layer_ids), case.final)
 
 
 def words(sample: Sample) -> list[int]:

@@ -51,6 +51,7 @@ class Producer:
             layers=LAYERS,
             hidden=HIDDEN,
             by_slot=by_slot,
+            final=False,
         )
         self.rows: list[tuple[int, ...]] = []
         """handle, position, token, KV slot, value of the row, counters of the first layer"""
@@ -103,17 +104,31 @@ def producer() -> Iterator[Producer]:
     one.close()
 
 
-def take(tap: RequestTap, n: int, first: int = 0, every: int = 1, slots: bool = False) -> Any:
-    """A pass of n rows, of which every k-th is wanted, whose values are row numbers."""
+def take(
+    tap: RequestTap,
+    n: int,
+    first: int = 0,
+    every: int = 1,
+    slots: bool = False,
+    final: bool = False,
+) -> Any:
+    """A pass of n rows, of which every k-th is wanted, whose values are row numbers.
+
+    final: the last layer comes by itself."""
     numbers = torch.arange(first, first + n)
-    packed = numbers.to(torch.bfloat16)[:, None].repeat(1, LAYERS * HIDDEN)
+    layers = numbers.to(torch.bfloat16)[:, None].repeat(1, LAYERS * HIDDEN)
+    packed, last = layers, None
+    if final:
+        packed, last = layers[:, :-HIDDEN], layers[:, -HIDDEN:].contiguous()
     wanted = np.arange(0, n, every)
     handles = np.full(len(wanted), 5, np.int32)
     tokens, kv_slots = numbers + 100, numbers + 200 if slots else None
     rows = (first + wanted).astype(np.int32)
-    taken = tap.take_pass(packed, wanted, handles, rows, tokens, kv_slots)
+    taken = tap.take_pass(packed, wanted, handles, rows, tokens, kv_slots, last)
     # The engine's own tensors, which the next pass writes.
     packed.fill_(float("nan"))
+    if last is not None:
+        last.fill_(float("nan"))
     tokens.fill_(-9)
     if kv_slots is not None:
         kv_slots.fill_(-9)
@@ -131,16 +146,17 @@ def copy(tap: RequestTap, taken: Any) -> Any:
     every=st.integers(1, 3),
     overlap=st.booleans(),
     slots=st.booleans(),
+    final=st.booleans(),
 )
 def test_rows_come_once_in_order_however_long_the_passes(
-    lengths: list[int], every: int, overlap: bool, slots: bool
+    lengths: list[int], every: int, overlap: bool, slots: bool, final: bool
 ):
     """Passes longer than all slabs together, rows that nobody wants, two passes on their way."""
     with closing(Producer(by_slot=slots)) as producer:
         tap = RequestTap(producer.settings, torch.device("cpu"), LONGEST)
         thread = threading.Thread(target=producer.serve, args=[1])
         thread.start()
-        want = list(hand_over(tap, lengths, every, overlap, slots))
+        want = list(hand_over(tap, lengths, every, overlap, slots, final))
         tap.finished(1, np.array([4, 2]) if slots else None)
         thread.join(20)
         assert not thread.is_alive()
@@ -149,12 +165,12 @@ def test_rows_come_once_in_order_however_long_the_passes(
 
 
 def hand_over(
-    tap: RequestTap, lengths: list[int], every: int, overlap: bool, slots: bool
+    tap: RequestTap, lengths: list[int], every: int, overlap: bool, slots: bool, final: bool
 ) -> Iterator[tuple[int, ...]]:
     """Passes of these lengths; the rows that they must bring."""
     first, pending = 0, None
     for n in lengths:
-        taken = copy(tap, take(tap, n, first, every, slots))
+        taken = copy(tap, take(tap, n, first, every, slots, final))
         for i in range(first, first + n, every):
             yield 5, i, i + 100, i + 200 if slots else -1, i, 0
         if pending is not None:

@@ -124,8 +124,19 @@ def _save(cls: Any, config: Any, path: Path) -> Path:
     torch.manual_seed(0)
     model = cls(config)
     _lose_channels(model)
+    _weigh_final_norm(model)
     model.to(torch.bfloat16).save_pretrained(path)
     return path
+
+
+@torch.no_grad()
+def _weigh_final_norm(model: Any) -> None:
+    """As trained targets have them. New ones are all 1, and a norm that is applied twice then does
+    what it does once: a final state after the norm would pass for one before it."""
+    norm = model.get_decoder().norm
+    order = torch.randperm(HIDDEN, generator=torch.Generator().manual_seed(1))
+    # What a new norm multiplies by, 1, is kept as a weight of 1 or of 0.
+    norm.weight += torch.linspace(0.25, 4.0, HIDDEN)[order] - 1
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +21,10 @@ from draftfeed_producer.engines import CaptureConfig, SamplingConfig, SGLangConf
 from draftfeed_producer.engines.sglang.engine import SGLangEngine
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import Target, TargetConfig, load_target
+from draftfeed_proto.descriptor import Final
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
-from engine_suite import Reference, errors, full_forward
+from engine_suite import FullForward, Reference, errors
 from waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,11 @@ class Case:
     """SGLang throws requests out of the running batch again and again, which otherwise happens
     when the KV cache is full, and takes them up later from their first token."""
     tp_size: int = 1
+    final: Final = "none"
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_ids) + (self.final != "none")
 
     @property
     def overlap(self) -> bool:
@@ -180,7 +186,7 @@ def make_engine(
         prefix_cache=case.prefix_cache,
         staging_bytes=staging_bytes or 1 << 30,
     )
-    return SGLangEngine(config, target, case.layer_ids, capture)
+    return SGLangEngine(config, target, case.layer_ids, capture, case.final)
 
 
 @contextmanager
@@ -247,7 +253,7 @@ class Reader:
     def __init__(self, path: Path) -> None:
         torch.set_num_threads(1)
         self._network: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        self._forward: Callable[[np.ndarray], Reference] = full_forward(path, "float32")
+        self.forward = FullForward(path, "float32")
 
     def greedy(self, prompt: Prompt, new_tokens: int = NEW_TOKENS) -> list[int]:
         """The response, generated alone."""
@@ -261,18 +267,20 @@ class Reader:
         return out[0, len(prompt.input_ids) :].tolist()
 
     def reference(self, sample: Sample) -> Reference:
-        return self._forward(sample.input_ids[:-1])
+        return self.forward(sample.input_ids[:-1])
 
-    def check(self, samples: Iterable[Sample], layer_ids: tuple[int, ...]) -> float:
+    def check(self, samples: Iterable[Sample], case: Case) -> float:
         """Every row of every sample is there and equal. Returns the worst row's error."""
         worst = 0.0
         for sample in samples:
             n = len(sample.input_ids) - 1
-            assert sample.hidden_states.shape[:2] == (n, len(layer_ids))
             reference = self.reference(sample)
-            for i, k in enumerate(layer_ids):
-                got = sample.hidden_states[:, i].astype(np.float32)
-                error = errors(got, reference.blocks[:, k])
-                assert error.max() <= TOLERANCE, (sample.id, k, error.max(), error.argmax())
+            wanted = [reference.blocks[:, k] for k in case.layer_ids]
+            if case.final != "none":
+                wanted.append(reference.of_final(case.final))
+            assert sample.hidden_states.shape[:2] == (n, len(wanted))
+            for i, want in enumerate(wanted):
+                error = errors(sample.hidden_states[:, i].astype(np.float32), want)
+                assert error.max() <= TOLERANCE, (sample.id, i, error.max(), error.argmax())
                 worst = max(worst, float(error.max()))
         return worst

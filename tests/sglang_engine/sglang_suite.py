@@ -11,7 +11,14 @@ from draftfeed_producer.engines.sglang.engine import SGLangEngine
 from draftfeed_producer.prompts import Prompt
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
-from engine_suite import LENGTHS, Captured, given, lost_channels, make_prompts
+from engine_suite import (
+    LENGTHS,
+    Captured,
+    assert_sampled_from,
+    given,
+    lost_channels,
+    make_prompts,
+)
 from sglang_engines import NEW_TOKENS, TOLERANCE, Reader, Running, fed, in_order, words
 
 
@@ -30,9 +37,17 @@ def captured(running: Running, reader: Reader) -> Captured:
     assert [sample.id for sample in samples] == [prompt.id for prompt in prompts]
     assert engine.recaptured == 0
     references = [reader.reference(sample) for sample in samples]
-    layer_ids = running.case.layer_ids
-    lost = lost_channels(running.path)
-    return Captured(layer_ids, TOLERANCE, NEW_TOKENS, prompts, samples, references, lost)
+    return Captured(
+        running.case.layer_ids,
+        TOLERANCE,
+        NEW_TOKENS,
+        prompts,
+        samples,
+        references,
+        lost_channels(running.path),
+        running.case.final,
+        reader.forward,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +67,12 @@ def greedy(captured: Captured, reader: Reader) -> list[list[int]]:
 def test_greedy_tokens_equal_those_of_transformers(
     running: Running, captured: Captured, greedy: list[list[int]]
 ):
-    """The tap must change nothing of what is generated."""
+    """The tap must change nothing of what is generated. A final state is the one that the head
+    made each of them from."""
     samples = in_order(running.with_().run(iter(captured.prompts)))
     assert [words(sample) for sample in samples] == greedy
+    if captured.final != "none":
+        assert_sampled_from(samples, captured.forward, len(captured.layer_ids), captured.final)
 
 
 def test_responses_end_with_a_stop_token_or_at_the_limit(
@@ -74,7 +92,7 @@ def test_responses_end_with_a_stop_token_or_at_the_limit(
     for sample, response in zip(samples, expected, strict=True):
         assert sample.finish_reason == ("stop" if response[-1] == stop else "length")
         assert len(sample.hidden_states) == len(sample.input_ids) - 1
-    reader.check(samples, captured.layer_ids)
+    reader.check(samples, running.case)
     passed_over = engine.captured - before - fed(samples)
     record_property("rows of passes after the end", str(passed_over))
     if not running.case.retract and not running.case.prefix_cache:
@@ -134,7 +152,7 @@ def test_prompts_are_fed_as_slots_become_free(running: Running, captured: Captur
     most, samples = most_at_once(running.with_(), prompts)
     assert len(samples) == len(prompts)
     assert most <= 4
-    reader.check(samples, captured.layer_ids)
+    reader.check(samples, running.case)
     if not running.case.retract:
         assert max(running.logged(r"#running-req: (\d+)", since)) == 4
 
@@ -146,13 +164,13 @@ def test_staging_memory_for_two_samples_admits_two(
     rows = max(LENGTHS) + NEW_TOKENS - 1
     hidden = captured.samples[0].hidden_states.shape[2]
     prompts = numbered([captured.prompts[-1]] * 5)
-    staging_bytes = 2 * rows * 2 * len(captured.layer_ids) * hidden
+    staging_bytes = 2 * rows * 2 * captured.layers * hidden
     since = running.whole_log()
     # The next prompt is looked at before it is known to have no room.
     most, samples = most_at_once(running.with_(staging_bytes=staging_bytes), prompts)
     assert len(samples) == 5
     assert most <= 3
-    reader.check(samples, captured.layer_ids)
+    reader.check(samples, running.case)
     at_once = max(running.logged(r"#running-req: (\d+)", since))
     assert at_once <= 2
     if not running.case.retract and not running.case.prefix_cache:
@@ -169,7 +187,7 @@ def test_a_run_that_is_given_up_leaves_nothing_behind_for_the_next(
     run.close()  # type: ignore[attr-defined]
     samples = in_order(engine.run(iter(captured.prompts)))
     assert [words(sample) for sample in samples] == greedy
-    reader.check(samples, captured.layer_ids)
+    reader.check(samples, running.case)
 
 
 def test_a_response_of_one_token_and_a_prompt_of_one(running: Running, reader: Reader):
@@ -178,7 +196,7 @@ def test_a_response_of_one_token_and_a_prompt_of_one(running: Running, reader: R
     samples = in_order(running.with_(max_new_tokens=1).run(iter(prompts)))
     assert [len(sample.hidden_states) for sample in samples] == [1, 1, 2]
     assert all(sample.finish_reason in ("length", "stop") for sample in samples)
-    reader.check(samples, running.case.layer_ids)
+    reader.check(samples, running.case)
 
 
 def test_the_log_tells_of_chunks(running: Running, captured: Captured):

@@ -74,7 +74,7 @@ def test_a_death_in_the_middle_costs_no_prompt_and_no_row(
     samples = in_order(samples)
     assert [sample.id for sample in samples] == [prompt.id for prompt in prompts]
     assert [words(s) for s in samples] == [reader.greedy(prompt, LONG) for prompt in prompts]
-    reader.check(samples, CASE.layer_ids)
+    reader.check(samples, CASE)
 
 
 def test_stop_drops_what_is_not_finished_and_runs_no_more(running: Running):

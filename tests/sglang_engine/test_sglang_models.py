@@ -12,6 +12,8 @@ from engine_suite import (  # noqa: F401 - the tests are run here
     test_rows_captured_in_prefill_mode_equal_one_full_forward_pass,
     test_rows_captured_while_generating_equal_one_full_forward_pass,
     test_rows_shifted_by_one_do_not_pass_for_equal,
+    test_the_final_state_equals_that_of_one_full_forward_pass,
+    test_the_final_state_makes_the_targets_logits,
 )
 from sglang_engines import Case, Running, started
 from sglang_suite import *  # noqa: F403 - the tests are run here
@@ -22,12 +24,15 @@ HYBRID = (0, 3, 6)
 CASES = {
     "qwen35-plain": Case("tiny_qwen35", HYBRID),
     "qwen35-chunks-no_overlap": Case(
-        "tiny_qwen35", HYBRID, {"chunked_prefill_size": 8, "disable_overlap_schedule": True}
+        "tiny_qwen35",
+        HYBRID,
+        {"chunked_prefill_size": 8, "disable_overlap_schedule": True},
+        final="postnorm",
     ),
     "qwen35-chunks-retractions": Case(
         "tiny_qwen35", HYBRID, {"chunked_prefill_size": 16}, retract=True
     ),
-    "smollm2": Case("smollm2_dir", (1, 8, 14, 20, 27)),
+    "smollm2": Case("smollm2_dir", (1, 8, 14, 20, 27), final="postnorm"),
 }
 
 

@@ -13,6 +13,8 @@ from engine_suite import (  # noqa: F401 - the tests are run here
     test_prefill_of_a_response_makes_the_sample_that_live_capture_made,
     test_rows_captured_in_prefill_mode_equal_one_full_forward_pass,
     test_rows_captured_while_generating_equal_one_full_forward_pass,
+    test_the_final_state_equals_that_of_one_full_forward_pass,
+    test_the_final_state_makes_the_targets_logits,
 )
 from sglang_engines import (
     Case,
@@ -31,10 +33,15 @@ pytestmark = pytest.mark.timeout(300)
 # So few KV slots that what is cached is thrown out again, and its slots go to others.
 SMALL = {"max_total_tokens": 320}
 CASES = {
-    "qwen3": Case("tiny_qwen3", (0, 2, 4), {"chunked_prefill_size": 16, **SMALL}, True),
+    "qwen3": Case(
+        "tiny_qwen3", (0, 2, 4), {"chunked_prefill_size": 16, **SMALL}, True, final="postnorm"
+    ),
     "qwen3-retractions": Case("tiny_qwen3", (0, 2, 4), SMALL, True, retract=True),
     # Only without planning ahead does SGLang keep the recurrent states of prefixes on a CPU.
-    "qwen35": Case("tiny_qwen35", (0, 3, 6), {"disable_overlap_schedule": True, **SMALL}, True),
+    "qwen35": Case(
+        *("tiny_qwen35", (0, 3, 6), {"disable_overlap_schedule": True, **SMALL}, True),
+        final="postnorm",
+    ),
 }
 
 
@@ -56,7 +63,7 @@ def make(running: Running, prompts: list[Prompt], reader: Reader) -> tuple[list[
     samples = in_order(engine.run(iter(prompts)))
     assert [sample.id for sample in samples] == [prompt.id for prompt in prompts]
     assert engine.recaptured == 0
-    reader.check(samples, running.case.layer_ids)
+    reader.check(samples, running.case)
     return samples, fed(samples) - (engine.captured - before)
 
 

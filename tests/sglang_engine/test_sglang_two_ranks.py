@@ -18,6 +18,8 @@ from engine_suite import (  # noqa: F401 - the tests are run here
     test_rows_captured_in_prefill_mode_equal_one_full_forward_pass,
     test_rows_captured_while_generating_equal_one_full_forward_pass,
     test_rows_shifted_by_one_do_not_pass_for_equal,
+    test_the_final_state_equals_that_of_one_full_forward_pass,
+    test_the_final_state_makes_the_targets_logits,
 )
 from sglang_engines import Case, Running, fed, in_order, processes_of, started
 from sglang_suite import (  # noqa: F401 - the tests are run here
@@ -31,7 +33,13 @@ from waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 
-CASE = Case("tiny_qwen3", (0, 2, 4), {"disable_overlap_schedule": True}, tp_size=2)
+CASE = Case(
+    "tiny_qwen3",
+    (0, 2, 4),
+    {"disable_overlap_schedule": True},
+    tp_size=2,
+    final="postnorm",
+)
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def make_engine(
 ) -> Engine:
     """Loads what the engine needs; the synthetic one has no target, and nothing to capture.
 
-    Raises ModelError, LayerIdError, MissingPackageError.
+    Raises ModelError, LayerIdError, LimitExceeded, EngineError, MissingPackageError.
     """
     if isinstance(config, SyntheticConfig):
         return SyntheticEngine(config)
@@ -96,9 +96,9 @@ def make_engine(
     if isinstance(config, SGLangConfig):
         from draftfeed_producer.engines.sglang.engine import SGLangEngine
 
-        return SGLangEngine(config, load_target(target), target.layer_ids, capture)
+        return SGLangEngine(config, load_target(target), target.layer_ids, capture, target.final)
     try:
         from draftfeed_producer.engines.transformers import TransformersEngine
     except ImportError:
         raise MissingPackageError("torch or transformers", "transformers") from None
-    return TransformersEngine(config, load_target(target), target.layer_ids, capture)
+    return TransformersEngine(config, load_target(target), target.layer_ids, capture, target.final)

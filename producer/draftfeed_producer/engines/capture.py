@@ -16,7 +16,8 @@ from draftfeed_proto.sample import LayerCounters
 
 
 class BlockTap:
-    """Forward hooks on decoder blocks, and the rows of a batch that they fill.
+    """Forward hooks on decoder blocks, or on the norm behind them, and the rows of a batch that
+    they fill.
 
     A row belongs to (sequence, position), place `sequence * span + position`: a forward pass that
     repeats a position overwrites its row and never adds one. Padding and what a finished
@@ -25,7 +26,8 @@ class BlockTap:
     """
 
     def __init__(self, blocks: Sequence[nn.Module], ring: StagingRing) -> None:
-        """The ring is this tap's own from now on. Its device is where rows are packed."""
+        """blocks: in the order in which they are called. The ring is this tap's own from now on.
+        Its device is where rows are packed."""
         self._blocks = tuple(blocks)
         self._ring = ring
         _, layers, self._hidden = ring.rows.shape

@@ -18,7 +18,7 @@ import numpy as np
 
 from draftfeed_producer.prompts import Prompt, line_ids
 from draftfeed_producer.target import check_layer_ids
-from draftfeed_proto.descriptor import Descriptor, dflash_layer_ids
+from draftfeed_proto.descriptor import Descriptor, Final, dflash_layer_ids
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import LayerCounters, Sample
 
@@ -72,6 +72,8 @@ class SyntheticConfig(
     num_layers: int = 64
     layer_ids: tuple[int, ...] | None = None
     """None: five by the DFlash formula."""
+    final: Final = "none"
+    """Whether a final state comes along; its values are another layer's."""
     hidden_size: int = 5120
     vocab_size: int = 151_936
     seed: int = 0
@@ -98,7 +100,7 @@ class SyntheticConfig(
         return Shards(self.dataset, 0, (0, -(-self.samples // self.shard_size)))
 
     def descriptor(self) -> Descriptor:
-        """Raises LayerIdError, or ValueError when the DFlash formula fails."""
+        """Raises LayerIdError, LimitExceeded, or ValueError when the DFlash formula fails."""
         layer_ids = self.layer_ids
         if layer_ids is None:
             layer_ids = dflash_layer_ids(self.num_layers)
@@ -111,6 +113,7 @@ class SyntheticConfig(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
+            final=self.final,
         )
 
 
@@ -194,7 +197,7 @@ def synthetic_sample(id: SampleId, config: SyntheticConfig, key: str | None = No
     prompt = _length(rng, config.prompt_tokens, config.max_tokens - 1)
     response = _length(rng, config.response_tokens, config.max_tokens - prompt)
     n = prompt + response - 1
-    layers = len(config.descriptor().layer_ids)
+    layers = config.descriptor().layers
     loss_mask = np.zeros(n + 1, np.uint8)
     loss_mask[prompt:] = 1
     input_ids = rng.integers(0, config.vocab_size, n + 1, np.int32)

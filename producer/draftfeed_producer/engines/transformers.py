@@ -26,6 +26,7 @@ from draftfeed_producer.errors import CaptureError, ModelError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.tap.ring import for_device, make_ring
 from draftfeed_producer.target import Target, end_tokens
+from draftfeed_proto.descriptor import Final
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
@@ -59,18 +60,20 @@ class TransformersEngine:
         target: Target,
         layer_ids: Sequence[int] | None = None,
         capture: CaptureConfig = CaptureConfig(),  # noqa: B008 - frozen
+        final: Final = "none",
     ) -> None:
-        """Loads the weights. Raises LayerIdError, ModelError."""
-        self.descriptor = target.descriptor(layer_ids)
+        """Loads the weights. Raises LayerIdError, LimitExceeded, ModelError."""
+        self.descriptor = target.descriptor(layer_ids, final)
         self.recaptured = 0
         """Samples made again because a row was missing. Anything but 0 deserves a look."""
         self._config = config
         self._given = capture.mode == "prefill"
-        row_bytes = 2 * len(self.descriptor.layer_ids) * self.descriptor.hidden_size
-        self._staged_rows = capture.staging_bytes // row_bytes
+        self._staged_rows = capture.staging_bytes // self.descriptor.row_bytes()
         self._model: Any = _load_model(config, target.path)
         blocks = decoder_blocks(self._model, target)
         tapped = [blocks[k] for k in self.descriptor.layer_ids]
+        if final != "none":
+            tapped.append(blocks[-1] if final == "prenorm" else _final_norm(self._model, target))
         ring = make_ring(*for_device(self._model.device), len(tapped), self.descriptor.hidden_size)
         self._tap = BlockTap(tapped, ring)
         ends = {*end_tokens(target), *config.sampling.stop_token_ids}
@@ -234,6 +237,16 @@ def decoder_blocks(model: Any, target: Target) -> nn.ModuleList:
         name = type(model).__name__
         raise ModelError(target.path, f"{name} has no list of {target.num_layers} decoder blocks")
     return blocks
+
+
+def _final_norm(model: Any, target: Target) -> nn.Module:
+    """What puts out the state that the head is given. Raises ModelError when there is none."""
+    norm = getattr(model.get_decoder(), "norm", None)
+    if not isinstance(norm, nn.Module):
+        name = type(model).__name__
+        reason = f'{name} has no norm behind its blocks; [target] final = "prenorm" needs none'
+        raise ModelError(target.path, reason)
+    return norm
 
 
 def resolve_dtype(name: str, device: str) -> torch.dtype:

@@ -15,9 +15,10 @@ from draftfeed_producer.engines.sglang.requests import Faults, GiveUp, Lost, Pee
 from draftfeed_producer.engines.sglang.rows import Collected
 from draftfeed_producer.engines.sglang.slabs import SlabShape
 from draftfeed_producer.engines.sglang.supervisor import Supervisor
-from draftfeed_producer.errors import CaptureError, LayerIdError, ModelError
+from draftfeed_producer.errors import CaptureError, EngineError, LayerIdError, ModelError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import Target, end_tokens
+from draftfeed_proto.descriptor import Descriptor, Final
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -42,21 +43,22 @@ class SGLangEngine:
         target: Target,
         layer_ids: Sequence[int] | None = None,
         capture: CaptureConfig | None = None,
+        final: Final = "none",
     ) -> None:
-        """Raises LayerIdError, ModelError."""
-        self.descriptor = target.descriptor(layer_ids)
+        """Raises LayerIdError, LimitExceeded, ModelError, EngineError."""
+        self.descriptor = target.descriptor(layer_ids, final)
         self.recaptured = 0
         self._config = config
         self._capture = capture or CaptureConfig()
-        layers, hidden = len(self.descriptor.layer_ids), self.descriptor.hidden_size
-        self._row_bytes = 2 * layers * hidden
+        self._row_bytes = self.descriptor.row_bytes()
         self._sampling = _sampling(config, target)
-        _check(config, target, self.descriptor.layer_ids)
+        _check(config, target, self.descriptor)
         self._engine = Supervisor(
             config.python,
             Start(args=self._arguments(target), known_versions=KNOWN_VERSIONS),
-            _slab_shape(config.ring_bytes, layers, hidden),
+            _slab_shape(config.ring_bytes, self.descriptor),
             by_slot=self._capture.prefix_cache,
+            final=final != "none",
             start_timeout_seconds=config.start_timeout_seconds,
             response_tokens=self._to_come,
         )
@@ -336,11 +338,19 @@ def _sampling(config: SGLangConfig, target: Target) -> dict[str, Any]:
     }
 
 
-def _check(config: SGLangConfig, target: Target, layer_ids: Sequence[int]) -> None:
-    """Raises LayerIdError, ModelError."""
-    if layer_ids[-1] == target.num_layers - 1:
-        reason = "SGLang does not give out the last block's output"
-        raise LayerIdError(layer_ids, target.num_layers - 1, reason)
+def _check(config: SGLangConfig, target: Target, descriptor: Descriptor) -> None:
+    """Raises LayerIdError, ModelError, EngineError."""
+    if descriptor.layer_ids[-1] == target.num_layers - 1:
+        reason = (
+            "SGLang does not give out the last block's output, only what the final norm makes of "
+            'it, with [target] final = "postnorm"'
+        )
+        raise LayerIdError(descriptor.layer_ids, target.num_layers - 1, reason)
+    if descriptor.final == "prenorm":
+        raise EngineError(
+            '[target] final = "prenorm": SGLang keeps the final state after the norm only; set '
+            '"postnorm", from which `draftfeed export` computes the state before it'
+        )
     dtype = str(target.text_config.dtype).removeprefix("torch.")
     if config.dtype == "auto" and dtype != "bfloat16":
         # SGLang's own "auto" runs fp32 checkpoints in fp16, and those that do not say.
@@ -348,7 +358,7 @@ def _check(config: SGLangConfig, target: Target, layer_ids: Sequence[int]) -> No
         raise ModelError(target.path, reason)
 
 
-def _slab_shape(ring_bytes: int, layers: int, hidden: int) -> SlabShape:
+def _slab_shape(ring_bytes: int, descriptor: Descriptor) -> SlabShape:
     """Slabs of whole rows, 16 of them where rows are small enough."""
-    rows = max(1, ring_bytes // (_SLABS * 2 * layers * hidden))
-    return SlabShape(_SLABS, rows, layers, hidden)
+    rows = max(1, ring_bytes // (_SLABS * descriptor.row_bytes()))
+    return SlabShape(_SLABS, rows, descriptor.layers, descriptor.hidden_size)

@@ -24,6 +24,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int
     by_slot: bool
     """Rows go by KV slot: the prefix cache is on."""
+    final: bool
+    """The last layer is the final state, which the engine keeps beside the tapped ones."""
 
 
 VARIABLE = "DRAFTFEED_CAPTURE"

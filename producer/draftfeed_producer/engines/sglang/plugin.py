@@ -2,8 +2,9 @@
 
 It hooks two functions of SGLang 0.5.23 and patches none:
 
-* after `ModelRunner.sample` the packed states of the pass are gathered, and join the results
-  that SGLang itself carries to the host and hands back when it processes them;
+* after `ModelRunner.sample` the packed states of the pass are gathered, and the state after the
+  final norm with them if that is wanted; they join the results that SGLang itself carries to the
+  host and hands back when it processes them;
 * before `_maybe_collect_routed_experts`, which runs for each request that has finished while it
   still has its KV slots, those are noted; only with the prefix cache on.
 
@@ -75,7 +76,7 @@ def _after_sample(
     if _capture is None:
         assert loaded is not None
         _capture = _Capture(loaded, runner)
-    taken = _capture.take(packed, forward_batch)
+    taken = _capture.take(packed, logits_output.last_hidden_states, forward_batch)
     if taken is not None:
         logits_output.auxiliary_device_output = append_auxiliary_output(
             logits_output.auxiliary_device_output, _OnDevice(taken)
@@ -91,7 +92,7 @@ def _before_release(processor: Any, request: Any) -> None:
 class _Capture:
     def __init__(self, settings: Settings, runner: Any) -> None:
         _check_read_back()
-        self._by_slot = settings.by_slot
+        self._by_slot, self._final = settings.by_slot, settings.final
         self._requests_to_slots = runner.req_to_token_pool.req_to_token
         self.tap = RequestTap(settings, torch.device(runner.device), _longest_pass(runner))
         capacity = runner.kv_index_translator.capture_token_capacity(runner.max_token_pool_size)
@@ -99,7 +100,8 @@ class _Capture:
         self._kv_slots: dict[int, np.ndarray] = {}
         """Of requests that finish in the batch being processed."""
 
-    def take(self, packed: torch.Tensor, batch: Any) -> Pass | None:
+    def take(self, packed: torch.Tensor, last: torch.Tensor | None, batch: Any) -> Pass | None:
+        """last: [T, H], what the head of the model was given or could have been."""
         handles, positions = _rows_of(batch)
         n = len(handles)
         kv_slots = batch.out_cache_loc_virtual
@@ -109,6 +111,10 @@ class _Capture:
         if not len(wanted):
             return None
         assert len(packed) >= n, (packed.shape, n, batch.forward_mode)
+        if self._final:
+            # Of every token, as `packed` is: SGLang keeps both or neither.
+            assert last is not None, "SGLang keeps no final state of this model"
+            assert len(last) == len(packed), (last.shape, packed.shape)
         return self.tap.take_pass(
             packed[:n],
             wanted,
@@ -116,6 +122,7 @@ class _Capture:
             positions[wanted],
             batch.input_ids[:n],
             kv_slots[:n] if self._by_slot else None,
+            last[:n] if self._final and last is not None else None,
         )
 
     def note_kv_slots(self, request: Any) -> None:

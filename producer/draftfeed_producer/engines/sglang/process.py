@@ -64,6 +64,7 @@ class HostProcess:
         slabs: SlabShape,
         *,
         by_slot: bool,
+        final: bool,
         put: Callable[[Arrived], None],
         hear: Callable[["HostProcess", Told | Died | EngineError], None],
     ) -> None:
@@ -85,7 +86,7 @@ class HostProcess:
             self._told = self._bind(zmq.PULL, "told")
             self._freed = self._bind(zmq.PUSH, "freed")
             self._freed.setsockopt(zmq.SNDTIMEO, _POLL_MS)
-            settings = self._settings(slabs, by_slot=by_slot)
+            settings = self._settings(slabs, by_slot=by_slot, final=final)
             self._process = self._launch(python or sys.executable, settings, start)
             self._resources = resources.pop_all()
         self._views = [self._slabs.slab(index) for index in range(slabs.count)]
@@ -122,7 +123,7 @@ class HostProcess:
         self._views.clear()
         self._resources.close()
 
-    def _settings(self, slabs: SlabShape, *, by_slot: bool) -> Settings:
+    def _settings(self, slabs: SlabShape, *, by_slot: bool, final: bool) -> Settings:
         return Settings(
             told=self._address("told"),
             freed=self._address("freed"),
@@ -132,6 +133,7 @@ class HostProcess:
             layers=slabs.layers,
             hidden=slabs.hidden,
             by_slot=by_slot,
+            final=final,
         )
 
     def _address(self, name: str) -> str:

@@ -51,12 +51,15 @@ class Supervisor:
         slabs: SlabShape,
         *,
         by_slot: bool,
+        final: bool,
         start_timeout_seconds: float,
         response_tokens: int,
     ) -> None:
-        """response_tokens: of the longest one that is generated."""
+        """final: the last layer of a row is the final state. response_tokens: of the longest one
+        that is generated."""
         self._python, self._start_command, self._slabs = python, start, slabs
-        self._by_slot, self._start_timeout_seconds = by_slot, start_timeout_seconds
+        self._by_slot, self._final = by_slot, final
+        self._start_timeout_seconds = start_timeout_seconds
         self._response_tokens = response_tokens
         self.most_input_tokens = 0
         """Of one request, once it has been started."""
@@ -107,6 +110,7 @@ class Supervisor:
             self._start_command,
             self._slabs,
             by_slot=self._by_slot,
+            final=self._final,
             put=self._put,
             hear=self._hear,
         )

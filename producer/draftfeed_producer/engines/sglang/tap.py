@@ -20,7 +20,7 @@ from draftfeed_producer.engines.sglang import messages
 from draftfeed_producer.engines.sglang.messages import Copied, Finished, Settings
 from draftfeed_producer.engines.sglang.slabs import SharedSlabs, SlabShape
 from draftfeed_producer.errors import TapLayoutError
-from draftfeed_producer.tap.gather import gather_packed
+from draftfeed_producer.tap.gather import gather_packed, gather_with_final
 from draftfeed_producer.tap.ring import Piece, Reservation, Slab, StagingRing
 from draftfeed_producer.tap.streams import CudaStreams, Event, HostStreams, Streams, to_device
 
@@ -87,17 +87,18 @@ class RequestTap:
         positions: np.ndarray,
         tokens: Tensor,
         kv_slots: Tensor | None,
+        final: Tensor | None = None,
     ) -> Pass:
         """Gathers the wanted rows of one pass.
 
         packed    [T, L*H], a view of memory that the next pass overwrites
+        final     [T, H], likewise: the last of the L layers, which `packed` then lacks
         wanted    int64 [m], indices of rows of ours, rising
         tokens    int64 [T], on the device
         kv_slots  int64 [T], on the device
         Raises HostGone; RingTooSmall when a pass is longer than the engine said; TapLayoutError.
         """
-        if packed.dtype not in (torch.bfloat16, torch.float32):
-            raise TapLayoutError("packed", str(packed.dtype), "torch.bfloat16 or torch.float32")
+        packed = _rounded("packed", packed)
         reservation = self._reserve(len(wanted))
         everything = len(wanted) == len(packed)
         row_map = reservation.slots
@@ -107,10 +108,12 @@ class RequestTap:
             at = to_device(torch.from_numpy(wanted), self._device)
             tokens = tokens[at]
             kv_slots = None if kv_slots is None else kv_slots[at]
-        # Rounded as the wire would, where the target computes in fp32; else nothing happens.
-        packed = packed.to(torch.bfloat16)
         row_map = to_device(row_map, self._device)
-        gather_packed(packed, row_map, self._ring.rows, self._ring.counters)
+        staged = self._ring.rows, self._ring.counters
+        if final is None:
+            gather_packed(packed, row_map, *staged)
+        else:
+            gather_with_final(packed, _rounded("final", final), row_map, *staged)
         # Copies: the engine writes its own tensors again before these are read back.
         kv_slots = None if kv_slots is None else kv_slots.clone()
         return Pass(handles, positions, reservation, tokens.clone(), kv_slots)
@@ -189,6 +192,14 @@ class RequestTap:
 
     def _tell(self, message: messages.Told) -> None:
         self._told.send(messages.encode(message))
+
+
+def _rounded(name: str, states: Tensor) -> Tensor:
+    """As the wire would, where the target computes in fp32; else nothing happens. Raises
+    TapLayoutError."""
+    if states.dtype not in (torch.bfloat16, torch.float32):
+        raise TapLayoutError(name, str(states.dtype), "torch.bfloat16 or torch.float32")
+    return states.to(torch.bfloat16)
 
 
 def _as_slab(shared: SharedSlabs, index: int) -> Slab:
