@@ -11,7 +11,7 @@ import torch
 from draftfeed_consumer.decoding import greedy, is_greedy, speculate
 from draftfeed_consumer.errors import DrafterError
 from draftfeed_consumer.trainers.dflash import DraftConfig, build_training_model, load_weights
-from draftfeed_consumer.trainers.specforge_hooks import has_supervised_pair, to_tensors
+from draftfeed_consumer.trainers.specforge_algorithms import dflash_tensors, has_supervised_pair
 
 
 class Decoded(NamedTuple):
@@ -60,7 +60,7 @@ def heldout_loss(
             if not has_supervised_pair(sample):
                 continue
             torch.manual_seed(draft_config.seed + position)
-            tensors = to_tensors(sample)
+            tensors = dflash_tensors(sample)
             tensors["hidden_states"] = tensors["hidden_states"].float()
             _, _, metrics = model(**tensors)
             numerator, denominator = metrics["loss_terms"]

@@ -31,7 +31,13 @@ PROMPTS = [form.format(topic) for topic in _TOPICS for form in _FORMS]
 
 
 @torch.no_grad()
-def make_samples(target: Path, new_tokens: int, prompts: list[str] = PROMPTS) -> list[Item]:
+def make_samples(
+    target: Path,
+    new_tokens: int,
+    prompts: list[str] = PROMPTS,
+    layer_ids: tuple[int, ...] = LAYER_IDS,
+) -> list[Item]:
+    """With the final state after the norm, too."""
     tokenizer: Any = AutoTokenizer.from_pretrained(target, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     texts = [
@@ -44,7 +50,9 @@ def make_samples(target: Path, new_tokens: int, prompts: list[str] = PROMPTS) ->
     generated = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False)
     width = batch["input_ids"].shape[1]
     return [
-        _sample(model, tokenizer.eos_token_id, ordinal, prompt[mask.bool()], tokens[width:])
+        _sample(
+            model, layer_ids, tokenizer.eos_token_id, ordinal, prompt[mask.bool()], tokens[width:]
+        )
         for ordinal, (prompt, mask, tokens) in enumerate(
             zip(batch["input_ids"], batch["attention_mask"], generated, strict=True)
         )
@@ -52,14 +60,20 @@ def make_samples(target: Path, new_tokens: int, prompts: list[str] = PROMPTS) ->
 
 
 def _sample(
-    model: Any, eos: int, ordinal: int, prompt: torch.Tensor, response: torch.Tensor
+    model: Any,
+    layer_ids: tuple[int, ...],
+    eos: int,
+    ordinal: int,
+    prompt: torch.Tensor,
+    response: torch.Tensor,
 ) -> Item:
     ends = (response == eos).nonzero()
     if len(ends):
         response = response[: int(ends[0]) + 1]
     ids = torch.cat([prompt, response])
-    states = forward_states(model, ids[:-1], LAYER_IDS).bfloat16()
-    return make_item(sample_id(ordinal), ids, len(prompt), states)
+    states = forward_states(model, ids[:-1], layer_ids).bfloat16()
+    final = model.model(ids[None, :-1]).last_hidden_state[0].bfloat16()
+    return {**make_item(sample_id(ordinal), ids, len(prompt), states), "final_states": final}
 
 
 def forward_states(model: Any, input_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import smollm2_samples
 import tiny_target
@@ -21,8 +23,8 @@ from draftfeed_consumer.evaluate import accepted_length, decode, load_target
 from draftfeed_consumer.policy import Policy
 from draftfeed_consumer.trainers import TrainerRun, TrainResult, dflash
 from draftfeed_consumer.trainers.specforge import check, train
+from draftfeed_consumer.trainers.specforge_algorithms import dflash_tensors, has_supervised_pair
 from draftfeed_consumer.trainers.specforge_checkpoints import STATE_FILE, latest_checkpoint
-from draftfeed_consumer.trainers.specforge_hooks import has_supervised_pair, to_tensors
 from memory_stream import Item, MemoryStream, checkpoints, sample_id
 
 pytestmark = pytest.mark.timeout(300)
@@ -156,7 +158,7 @@ def test_a_response_too_short_for_dflash_is_rejected(tiny_target_dir: Path, tmp_
 
 def test_the_last_id_which_has_no_row_is_cut_off() -> None:
     item = tiny_target.item(0, rows=20)
-    tensors = to_tensors(item)
+    tensors = dflash_tensors(item)
     assert len(item["input_ids"]) == 21
     assert tensors["input_ids"].tolist() == [item["input_ids"][:20].tolist()]
     assert tensors["loss_mask"].tolist() == [[0] * 4 + [1] * 16]
@@ -247,6 +249,27 @@ def test_a_stream_of_another_target_is_refused(tiny_target_dir: Path, tmp_path: 
     stream = MemoryStream(smollm2_samples.DESCRIPTOR, [])
     with pytest.raises(TrainerError, match="hidden_size is 32, the stream's is 576"):
         train(stream, tiny_target.run(tiny_target_dir, tmp_path))
+
+
+def test_the_embedding_of_a_multimodal_target_is_found(
+    tiny_target_dir: Path, tmp_path: Path
+) -> None:
+    """Qwen3.5 and 3.6 name it so. SpecForge's loader ends at it, after the stream was taken."""
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, target)
+    weights = load_file(target / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model."): weights[name] for name in weights}
+    renamed["model.visual.patch_embed.weight"] = torch.zeros(4, 4)
+    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    frozen = dflash.frozen_parts(target, torch.float32)
+    plain = dflash.frozen_parts(tiny_target_dir, torch.float32)
+    assert torch.equal(frozen.embed_tokens.weight, plain.embed_tokens.weight)
+    assert torch.equal(frozen.lm_head.weight, plain.lm_head.weight)
+    del renamed["model.language_model.embed_tokens.weight"]
+    save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TrainerError, match="embedding and head cannot be loaded") as caught:
+        dflash.frozen_parts(target, torch.float32)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_checkpoints_of_another_run_are_not_overwritten(

@@ -34,7 +34,7 @@ PLAIN_TARGETS = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 Qwen3.5) multiply by 1 + w: their weights mean something else here."""
 
 
-class DraftConfig(msgspec.Struct, frozen=True, kw_only=True):
+class DraftConfig(msgspec.Struct, frozen=True, kw_only=True, tag="dflash"):
     """Everything that decides what the drafter is, and what its weights are before training."""
 
     layer_ids: tuple[int, ...]
@@ -146,23 +146,29 @@ def pick_mask_token(target: Path) -> int:
     return max(free)
 
 
-def build_drafter(config: DraftConfig, target: Path) -> Any:
+def attention_on(device: str) -> str:
+    """SpecForge's attention for a device. Its masks of blocks and their contexts are sparse, which
+    flex_attention makes use of, once it is compiled for a GPU."""
+    return "flex_attention" if device.startswith("cuda") else "sdpa"
+
+
+def build_drafter(config: DraftConfig, target: Path, attention: str = "sdpa") -> Any:
     """The untrained drafter, in fp32. The same config and target always give the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        drafter = make_drafter(config.to_specforge())
+        drafter = make_drafter(config.to_specforge(), attention)
         if config.init == "target":
             _start_from_target(drafter, config, target)
     return drafter
 
 
-def make_drafter(config: dict[str, Any]) -> Any:
+def make_drafter(config: dict[str, Any], attention: str = "sdpa") -> Any:
     """SpecForge's DFlashDraftModel of a drafter's config.json, in fp32, with random weights."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
         hf_config = load_draft_config_source(str(path))
-    hf_config._attn_implementation = "sdpa"
+    hf_config._attn_implementation = attention
     make: Any = DFlashDraftModel  # what its registration decorator returns has no usable type
     return make(hf_config).float()
 
@@ -200,6 +206,11 @@ class TargetWeights:
             with safe_open(path, framework="pt") as file:
                 self._file_of.update(dict.fromkeys(file.keys(), path))
 
+    def only(self, ending: str) -> str | None:
+        """The name of the one tensor whose name ends so; None when there is none, or several."""
+        names = [name for name in self._file_of if f".{name}".endswith(f".{ending}")]
+        return names[0] if len(names) == 1 else None
+
     def copy_into(self, module: torch.nn.Module, name: str) -> None:
         """Every parameter of the module that `model.<name>` has in the same shape."""
         for key, parameter in module.named_parameters():
@@ -212,25 +223,48 @@ class TargetWeights:
                 parameter.copy_(tensor.float())
 
 
-def build_training_model(config: DraftConfig, target: Path) -> OnlineDFlashModel:
+def build_training_model(
+    config: DraftConfig, target: Path, device: str = "cpu"
+) -> OnlineDFlashModel:
     """Drafter, target's embedding and head (frozen), and the DFlash loss over them."""
-    drafter = build_drafter(config, target)
-    # SpecForge tells on stdout what it loads.
-    with contextlib.redirect_stdout(io.StringIO()):
-        frozen = TargetEmbeddingsAndHead.from_pretrained(
-            str(target), device="cpu", dtype=config.torch_dtype
-        )
+    attention = attention_on(device)
+    drafter = build_drafter(config, target, attention)
+    frozen = frozen_parts(target, config.torch_dtype)
     return OnlineDFlashModel(
         draft_model=drafter.to(config.torch_dtype),
         target_lm_head=frozen.lm_head,
         target_embed_tokens=frozen.embed_tokens,
         mask_token_id=config.mask_token_id,
         block_size=config.block_size,
-        attention_backend="sdpa",
+        attention_backend=attention,
         num_anchors=config.num_anchors,
         loss_decay_gamma=config.gamma,
         objective_chunk_blocks=config.objective_chunk_blocks,
-    )
+    ).to(device)
+
+
+def frozen_parts(target: Path, dtype: torch.dtype) -> Any:
+    """The target's `embed_tokens` and `lm_head`, by SpecForge's loader. Raises TrainerError.
+
+    By their names in this target: the loader knows those of a plain language model only, and the
+    embedding of a multimodal one, Qwen3.5 and 3.6 among them, has another.
+    """
+    weights = TargetWeights(target)
+    try:
+        # It tells on stdout what it loads.
+        with contextlib.redirect_stdout(io.StringIO()):
+            return TargetEmbeddingsAndHead.from_pretrained(
+                str(target),
+                embed_key=weights.only("embed_tokens.weight"),
+                lm_head_key=weights.only("lm_head.weight"),
+                device="cpu",
+                dtype=dtype,
+            )
+    except (ValueError, RuntimeError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise TrainerError(
+            f"target {target}: its embedding and head cannot be loaded: {reason}"
+        ) from error
 
 
 def load_weights(drafter: torch.nn.Module, checkpoint: Path) -> None:
@@ -263,18 +297,27 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def save_config(config: DraftConfig, output_dir: Path) -> None:
+def save_config(config: Any, output_dir: Path) -> None:
     """`config.json` for those who serve the drafter, `drafter.json` for our own evaluation."""
     (output_dir / "config.json").write_text(json.dumps(config.to_specforge(), indent=2))
     (output_dir / "drafter.json").write_bytes(msgspec.json.format(msgspec.json.encode(config)))
 
 
+class _Tagged(msgspec.Struct):
+    type: str
+
+
 def load_config(output_dir: Path) -> DraftConfig:
-    """The drafter that a run in this directory trains. Raises TrainerError."""
+    """The DFlash drafter that a run in this directory trains. Raises TrainerError."""
     path = output_dir / "drafter.json"
     if not path.is_file():
         raise TrainerError(f"{output_dir} has no drafter.json: nothing was trained there")
+    data = path.read_bytes()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=DraftConfig)
+        if msgspec.json.decode(data, type=_Tagged).type == "eagle3":
+            raise TrainerError(
+                f"{output_dir} trains an EAGLE-3 drafter; this is for DFlash drafters"
+            )
+        return msgspec.json.decode(data, type=DraftConfig)
     except msgspec.DecodeError as error:
         raise TrainerError(f"{path} is damaged: {error}") from None

@@ -1,4 +1,4 @@
-"""SpecForge 0.2.0 trains a DFlash drafter from a live stream, in one process on the CPU."""
+"""SpecForge 0.2.0 trains a drafter from a live stream, in one process."""
 
 import importlib.metadata
 import importlib.util
@@ -21,9 +21,12 @@ from draftfeed_consumer.trainers.specforge_process import (
     quiet,
     threads,
 )
+from draftfeed_proto.descriptor import Descriptor
 
 if TYPE_CHECKING:
     from draftfeed_consumer.trainers.dflash import DraftConfig
+    from draftfeed_consumer.trainers.eagle3 import Eagle3Config
+    from draftfeed_consumer.trainers.specforge_algorithms import Algorithm
     from draftfeed_consumer.trainers.specforge_hooks import Checkpoints
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,13 @@ def check(run: TrainerRun) -> None:
     """
     _check_alone()
     options = parse_options(run.options)
-    _ = run.target_dir
+    if run.partial and options.init == "target":
+        raise TrainerError(
+            'options.init = "target" copies blocks of the target, and producers serve its '
+            "embedding and head only; set target to its whole model directory, or leave init out"
+        )
+    if not run.partial:
+        _ = run.target_dir
     if options.resume_from is None and latest_checkpoint(run.output_dir) is not None:
         raise TrainerError(
             f"output_dir {run.output_dir} holds the checkpoints of another run, which would get "
@@ -57,6 +66,16 @@ def check(run: TrainerRun) -> None:
         raise TrainerError(f"SpecForge is not installed; run: {INSTALL}") from None
     if found != VERSION:
         raise TrainerError(f"works with SpecForge {VERSION}, found {found}; run: {INSTALL}")
+    if options.device == "cuda" and _device(SpecForgeOptions()) != "cuda":
+        raise TrainerError('options.device is "cuda", and torch sees no GPU here')
+
+
+def _device(options: SpecForgeOptions) -> str:
+    import torch
+
+    if options.device != "auto":
+        return options.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _check_alone() -> None:
@@ -68,8 +87,40 @@ def _check_alone() -> None:
         )
 
 
+def _algorithm(run: TrainerRun, descriptor: Descriptor) -> "Algorithm":
+    """What `run` trains on this stream. Raises TrainerError."""
+    from draftfeed_consumer.trainers import eagle3, specforge_algorithms
+
+    options = parse_options(run.options)
+    config: DraftConfig | Eagle3Config
+    if options.algorithm == "dflash":
+        config = draft_config(run, descriptor.layer_ids)
+    else:
+        eagle3.check_stream(descriptor)
+        config = _eagle3_config(run, options, descriptor.layer_ids)
+    _check_target(descriptor, config)
+    return specforge_algorithms.make(config)
+
+
+def _eagle3_config(
+    run: TrainerRun, options: SpecForgeOptions, layer_ids: tuple[int, ...]
+) -> "Eagle3Config":
+    from draftfeed_consumer.trainers.dflash import read_architecture
+    from draftfeed_consumer.trainers.eagle3 import Eagle3Config
+
+    architecture, blocks = read_architecture(run.target_dir)
+    return Eagle3Config(
+        layer_ids=layer_ids,
+        num_target_layers=blocks,
+        architecture=architecture,
+        ttt_length=options.ttt_length,
+        seed=options.seed,
+        dtype=options.dtype,
+    )
+
+
 def draft_config(run: TrainerRun, layer_ids: tuple[int, ...]) -> "DraftConfig":
-    """The drafter that `run` trains on a stream of these layers. Raises TrainerError."""
+    """The DFlash drafter that `run` trains on a stream of these layers. Raises TrainerError."""
     from draftfeed_consumer.trainers.dflash import DraftConfig, pick_mask_token, read_architecture
 
     options = parse_options(run.options)
@@ -99,16 +150,16 @@ def train(stream: SampleStream, run: TrainerRun) -> TrainResult:
     """
     check(run)
     options = parse_options(run.options)
-    config = draft_config(run, stream.descriptor.layer_ids)  # waits until the stream is granted
-    _check_target(stream, config)
+    algorithm = _algorithm(run, stream.descriptor)  # waits until the stream is granted
     resume = _resume_from(options, run.output_dir)
     run.output_dir.mkdir(parents=True, exist_ok=True)
+    device = _device(options)
     with ExitStack() as stack:
-        stack.enter_context(environment(ENVIRONMENT))
+        stack.enter_context(environment({**ENVIRONMENT, "SPECFORGE_DEVICE": device}))
         stack.enter_context(threads(run.threads))
-        stack.enter_context(process_group())
+        stack.enter_context(process_group(device))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="draftfeed-")))
-        training = _Training(stream, run, options, config, resume, folder)
+        training = _Training(stream, run, options, algorithm, device, resume, folder)
         stack.callback(training.close)
         return training.fit()
 
@@ -121,7 +172,8 @@ class _Training:
         stream: SampleStream,
         run: TrainerRun,
         options: SpecForgeOptions,
-        config: "DraftConfig",
+        algorithm: "Algorithm",
+        device: str,
         resume: Path | None,
         folder: Path,
     ) -> None:
@@ -131,17 +183,19 @@ class _Training:
         from draftfeed_consumer.trainers.specforge_hooks import AckLedger, Feeder, Shelf
 
         self._stream, self._output_dir = stream, run.output_dir
-        self._options, self._config = options, config
+        self._options, self._algorithm = options, algorithm
         step = _load_stream_state(stream, resume) if resume else None
         # One optimizer step under way and the next one waiting.
         self._shelf: Shelf = Shelf(capacity=2 * options.window)
         channel = StreamingRefChannel(str(folder / "samples.jsonl"))
-        self._feeder: Feeder = Feeder(stream, self._shelf, channel, run.policy)
+        self._feeder: Feeder = Feeder(stream, self._shelf, channel, run.policy, algorithm)
         self._ledger: AckLedger = AckLedger(stream, self._shelf, self._metrics, step)
-        model = dflash.build_training_model(config, run.target_dir)
-        self._trainer = self._build_trainer(model, channel, resume)
+        with quiet():
+            model, head = algorithm.build(run.target_dir, device)
+        self._trainer = self._build_trainer(model, head, channel, resume)
         self._checkpoints = self._take_over(self._trainer._controller)
-        dflash.save_config(config, run.output_dir)  # SpecForge has compared it with the checkpoint
+        # SpecForge has compared it with the checkpoint.
+        dflash.save_config(algorithm.config, run.output_dir)
 
     def fit(self) -> TrainResult:
         self._stream.checkpoint_every(self._options.window * self._options.save_interval_steps)
@@ -171,21 +225,22 @@ class _Training:
             steps, self._ledger.trained, self._feeder.rejected, tail, self._checkpoints.last
         )
 
-    def _build_trainer(self, model: Any, channel: Any, resume: Path | None) -> Any:
+    def _build_trainer(self, model: Any, head: Any, channel: Any, resume: Path | None) -> Any:
         import torch
-        from specforge.algorithms.dflash.providers import create_registration
         from specforge.launch import build_disagg_online_consumer
 
         from draftfeed_consumer.trainers.specforge_hooks import ShelfStore
 
-        algorithm = create_registration()
+        registration = self._algorithm.registration()
         torch.manual_seed(self._options.seed)  # anchors are drawn from this
         with quiet(), _refused_resume(resume):
             return build_disagg_online_consumer(
-                algorithm=algorithm,
-                feature_store=ShelfStore(self._shelf, self._config.torch_dtype),
+                algorithm=registration,
+                feature_store=ShelfStore(self._shelf, self._algorithm.config.torch_dtype),
                 channel=channel,
                 draft_model=model,
+                target_head=head,
+                collate_fn=self._algorithm.collate,
                 optimizer_factory=_optimizer_factory(self._options),
                 run_id=RUN_ID,
                 output_dir=str(self._output_dir),
@@ -195,7 +250,7 @@ class _Training:
                 metadata_store=self._ledger,
                 logger=_log_step,
                 log_interval=self._options.log_interval_steps,
-                strategy_kwargs=_resume_contract(algorithm, model, self._config),
+                strategy_kwargs=_resume_contract(registration, model, self._algorithm),
                 max_checkpoints=self._options.max_checkpoints,
                 resume_from=str(resume) if resume else None,
             )
@@ -264,17 +319,24 @@ def _optimizer_factory(options: SpecForgeOptions) -> Any:
     return make
 
 
-def _resume_contract(algorithm: Any, model: Any, config: "DraftConfig") -> Any:
+def _resume_contract(registration: Any, model: Any, algorithm: "Algorithm") -> Any:
     """What must be the same when a checkpoint is resumed; SpecForge compares it."""
     from specforge.algorithms.common.providers import (
         MODEL_PROVENANCE_CONTRACT_KEY,
+        OMITTED_STATE_FINGERPRINT_CONTRACT_KEY,
         StepRuntimeConfig,
+        checkpoint_key_fingerprint,
     )
 
-    contract = dict(algorithm.providers.step.resume_contract(None, model.draft_model, model))
-    contract[MODEL_PROVENANCE_CONTRACT_KEY] = tuple(sorted(config.architecture.items()))
+    contract = algorithm.resume_contract(registration, model)
+    contract[MODEL_PROVENANCE_CONTRACT_KEY] = tuple(sorted(algorithm.config.architecture.items()))
+    if unsaved := algorithm.unsaved(model):
+        fingerprint = checkpoint_key_fingerprint(model.draft_model, unsaved)
+        contract[OMITTED_STATE_FINGERPRINT_CONTRACT_KEY] = fingerprint
     return StepRuntimeConfig(
-        options={}, resume_contract=contract, allowed_missing_checkpoint_keys=frozenset()
+        options={},
+        resume_contract=contract,
+        allowed_missing_checkpoint_keys=unsaved,
     )
 
 
@@ -298,8 +360,7 @@ def _load_stream_state(stream: SampleStream, checkpoint: Path) -> int:
     return int(state["global_step"])
 
 
-def _check_target(stream: SampleStream, config: "DraftConfig") -> None:
-    served = stream.descriptor
+def _check_target(served: Descriptor, config: "DraftConfig | Eagle3Config") -> None:
     for name in ("hidden_size", "vocab_size"):
         ours, theirs = config.architecture[name], getattr(served, name)
         if ours != theirs:

@@ -10,7 +10,7 @@ Written against SpecForge 0.2.0; needs the `specforge` extra.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from specforge.training.checkpoint import CheckpointManager
 from draftfeed_consumer.checkpoints import fsync_path, write_durably
 from draftfeed_consumer.policy import Policy, verdict
 from draftfeed_consumer.trainers import Item, SampleStream
+from draftfeed_consumer.trainers.specforge_algorithms import Algorithm
 from draftfeed_consumer.trainers.specforge_checkpoints import checkpoint_name, rotate
 from draftfeed_proto.ids import SampleId
 
@@ -96,11 +97,13 @@ class ShelfStore(FeatureStore):  # type: ignore[misc]  # SpecForge is untyped
     def get(
         self, sample_ref: SampleRef, *, device: Any = "cpu", names: Any = None
     ) -> tuple[dict[str, torch.Tensor], FeatureHandle]:
-        """input_ids, loss_mask int64[1, n]; hidden_states [1, n, L*H] in the training dtype."""
+        """The algorithm's tensors, the states in the training dtype."""
         name = sample_ref.sample_id
-        tensors = dict(self._shelf.get(name).tensors)
         # fp16 overflows inside a drafter; the stream's values are exact in fp32.
-        tensors["hidden_states"] = tensors["hidden_states"].to(self._dtype)
+        tensors = {
+            key: tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            for key, tensor in self._shelf.get(name).tensors.items()
+        }
         return tensors, FeatureHandle(name, 1, name)
 
     def abort(self, sample_id: str, *, reason: str) -> None:
@@ -275,9 +278,15 @@ class Feeder:
     """
 
     def __init__(
-        self, stream: SampleStream, shelf: Shelf, channel: StreamingRefChannel, policy: Policy
+        self,
+        stream: SampleStream,
+        shelf: Shelf,
+        channel: StreamingRefChannel,
+        policy: Policy,
+        algorithm: Algorithm,
     ) -> None:
         self._stream, self._shelf, self._channel, self._policy = stream, shelf, channel, policy
+        self._algorithm = algorithm
         self._thread = threading.Thread(target=self._run, name="draftfeed-feeder", daemon=True)
         self.rejected = 0
         self.error: BaseException | None = None
@@ -317,52 +326,31 @@ class Feeder:
             self.rejected += 1
             self._stream.reject(id, reason)
             return
-        tensors = to_tensors(item)
+        tensors = self._algorithm.tensors(item)
         self._shelf.put(name, Shelved(id, tensors))
         self._stream.release([id])
-        self._channel.publish(_reference(name, tensors["input_ids"].shape[1]))
+        self._channel.publish(_reference(name, self._algorithm, tensors["input_ids"].shape[1]))
 
     def _fault(self, item: Item) -> str:
         """Why not to train on it, or nothing."""
-        judged = verdict(self._policy, item["counters"], item["hidden_states"])
+        judged = verdict(self._policy, item)
         if judged.action == "warn":
             logger.warning("sample %s: %s", item["id"], judged.reason)
         if judged.action == "reject":
             return judged.reason
-        if not has_supervised_pair(item):
-            return "no two adjacent response tokens have rows, and DFlash needs one such pair"
-        return ""
+        return self._algorithm.fault(item)
 
 
-def to_tensors(item: Item) -> dict[str, torch.Tensor]:
-    """Copies of a sample's tensors as SpecForge wants them: a leading 1, all of length n.
-
-    The last id has no row (it was sampled and never fed), so ids and mask are cut to the rows.
-    """
-    rows = item["hidden_states"].shape[0]
-    return {
-        "input_ids": item["input_ids"][:rows].long()[None],
-        "loss_mask": item["loss_mask"][:rows].long()[None],
-        "hidden_states": item["hidden_states"].flatten(1)[None].clone(),
-    }
-
-
-def has_supervised_pair(item: Item) -> bool:
-    rows = item["hidden_states"].shape[0]
-    mask = item["loss_mask"][:rows].bool()
-    return bool((mask[:-1] & mask[1:]).any())
-
-
-def _reference(name: str, tokens: int) -> SampleRef:
-    keys: Iterable[str] = ("input_ids", "loss_mask", "hidden_states")
+def _reference(name: str, algorithm: Algorithm, tokens: int) -> SampleRef:
     return SampleRef(
         sample_id=name,
         run_id="draftfeed",
         source_task_id=None,
         feature_store_uri=f"draftfeed://{name}",
-        feature_keys={key: key for key in keys},
+        feature_keys={key: key for key in algorithm.features},
         feature_specs={},
-        strategy="dflash",
+        strategy=algorithm.strategy,
         schema_version=SCHEMA_VERSION,
         num_tokens=tokens,
+        metadata={"target_repr": algorithm.target_repr},
     )

@@ -8,8 +8,22 @@ import msgspec
 
 from draftfeed_consumer.errors import TrainerError
 
+AlgorithmName = Literal["dflash", "eagle3"]
+_OF_ONE_ALGORITHM: dict[str, AlgorithmName] = {
+    "num_layers": "dflash",
+    "block_size": "dflash",
+    "mask_token_id": "dflash",
+    "num_anchors": "dflash",
+    "gamma": "dflash",
+    "init": "dflash",
+    "objective_chunk_blocks": "dflash",
+    "ttt_length": "eagle3",
+}
+
 
 class SpecForgeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    algorithm: AlgorithmName = "dflash"
+    """"eagle3" needs a stream of three layers and the target's final state after its norm."""
     num_layers: int = 1
     block_size: int = 8
     mask_token_id: int | None = None
@@ -30,8 +44,12 @@ class SpecForgeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     log_interval_steps: int = 10
     seed: int = 0
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """"auto" is a GPU where torch sees one."""
     objective_chunk_blocks: int = 0
     """Blocks whose logits exist at a time; each part is computed twice. 0: all, once."""
+    ttt_length: int = 7
+    """EAGLE-3's: how many of its own steps a drafter is trained through."""
     resume_from: str | None = None
     """A checkpoint directory, or "latest": the newest one in output_dir, if there is one."""
 
@@ -39,6 +57,7 @@ class SpecForgeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         for name in (
             "num_layers",
             "num_anchors",
+            "ttt_length",
             "batch_size",
             "accumulation_steps",
             "save_interval_steps",
@@ -64,6 +83,13 @@ def parse_options(options: dict[str, Any]) -> SpecForgeOptions:
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         raise TrainerError(f"unknown key 'options.{key}'; {hint}")
     try:
-        return msgspec.convert(options, SpecForgeOptions)
+        parsed = msgspec.convert(options, SpecForgeOptions)
     except msgspec.ValidationError as error:
         raise TrainerError(re.sub(r"`\$\.?([^`]*)`", r"options.\1", str(error))) from None
+    for key in options:
+        owner = _OF_ONE_ALGORITHM.get(key, parsed.algorithm)
+        if owner != parsed.algorithm:
+            raise TrainerError(
+                f"options.{key} is for algorithm = {owner!r}, and algorithm is {parsed.algorithm!r}"
+            )
+    return parsed

@@ -12,8 +12,7 @@ from draftfeed_consumer.errors import TrainerError
 logger = logging.getLogger(__name__)
 
 ENVIRONMENT = {
-    "FSDP_SHARDING": "NO_SHARD",  # plain DDP; FSDP proper wants a GPU
-    "SPECFORGE_DEVICE": "cpu",
+    "FSDP_SHARDING": "NO_SHARD",  # plain DDP, which one process needs no more of
     "SPECFORGE_STREAM_WAIT_LOG_INTERVAL": "0",  # it prints
     "LOADER_PREFETCH": "0",  # fetching is a dictionary look-up here
     "CLONE_ON_FETCH": "0",  # the shelf's tensors are copies already
@@ -48,14 +47,15 @@ def threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
-    """A gloo group of one: its store lives in this process, so no port is opened for it."""
+def process_group(device: str) -> Iterator[None]:
+    """A group of one: its store lives in this process, so no port is opened for it."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         raise TrainerError("a torch process group exists already; train in a process of its own")
     store = dist.HashStore()  # type: ignore[attr-defined]  # pyright: ignore  # exported, not by name
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
         yield
     finally:
