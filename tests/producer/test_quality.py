@@ -1,0 +1,236 @@
+"""The quality gate. Once, 87% of 914,000 responses were "OK." and nobody noticed until the end."""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from draftfeed_producer.quality import (
+    Alarm,
+    QualityConfig,
+    QualityGate,
+    Response,
+    shown,
+    thinking_is_open,
+)
+
+Maker = Callable[[random.Random, int], Response]
+
+
+def response(
+    key: object, text: str, tokens: int, finish: str = "stop", thinking: bool = False
+) -> Response:
+    return Response(str(key), tokens, text.encode(), finish, thinking, text)
+
+
+def ok(numbers: random.Random, key: int) -> Response:
+    return response(key, "OK.", 6)
+
+
+def prose(numbers: random.Random, key: int) -> Response:
+    return response(key, f"It is {numbers.random()}.", numbers.randint(40, 2000))
+
+
+def tool_call(numbers: random.Random, key: int) -> Response:
+    """Some are the same: a call without arguments."""
+    if numbers.random() < 0.1:
+        return response(key, '{"name": "get_time", "arguments": {}}', 14)
+    city = numbers.randrange(500)
+    return response(key, f'{{"name": "weather", "arguments": {{"city": {city}}}}}', 19)
+
+
+def one_word(numbers: random.Random, key: int) -> Response:
+    """Correct, and half of them yes or no."""
+    words = ["Yes.", "No."] if numbers.random() < 0.5 else [f"word-{numbers.randrange(400)}"]
+    return response(key, numbers.choice(words), numbers.randint(2, 6))
+
+
+def endless(numbers: random.Random, key: int) -> Response:
+    text = f"<think>Wait, {numbers.random()}"
+    return response(key, text, 2048, finish="length", thinking=True)
+
+
+def mixed(numbers: random.Random, shares: dict[Maker, float]) -> Iterator[Response]:
+    makers, weights = list(shares), list(shares.values())
+    for key in itertools.count():
+        yield numbers.choices(makers, weights)[0](numbers, key)
+
+
+def run(gate: QualityGate, responses: Iterator[Response], most: int) -> Alarm | None:
+    for one in itertools.islice(responses, most):
+        if alarm := gate.add(one):
+            return alarm
+    return None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_87_percent_of_one_word_is_stopped_within_200_samples(seed: int):
+    gate = QualityGate(QualityConfig())
+    alarm = run(gate, mixed(random.Random(seed), {ok: 0.87, prose: 0.13}), 200)
+    assert alarm is not None
+    assert alarm is gate.alarm
+    assert alarm.finished <= 200
+    words = str(alarm)
+    assert "short" in words
+    assert "the same for many prompts" in words
+    assert words.count('"OK.", 6 tokens') == len(alarm.examples) == 3
+    assert f"{alarm.degenerate} of the last {alarm.looked_at} responses" in words
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tool_calls_and_one_word_answers_are_not_stopped(seed: int):
+    gate = QualityGate(QualityConfig())
+    shares = {one_word: 0.3, tool_call: 0.4, prose: 0.3}
+    assert run(gate, mixed(random.Random(seed), shares), 20_000) is None
+
+
+def finished_in_time(
+    responses: Iterator[Response], concurrency: int
+) -> Iterator[tuple[Response, int]]:
+    """As an engine finishes them, which starts one when another has ended: (response, running)."""
+    running = [
+        (one.tokens, number, one)
+        for number, one in enumerate(itertools.islice(responses, concurrency))
+    ]
+    heapq.heapify(running)
+    for number in itertools.count(concurrency):
+        now, _, done = heapq.heappop(running)
+        yield done, len(running)
+        one = next(responses)
+        heapq.heappush(running, (now + one.tokens, number, one))
+
+
+@pytest.mark.parametrize("concurrency", [1, 16, 64, 256, 1024])
+def test_the_shortest_finish_first_and_that_is_no_reason_to_stop(concurrency: int):
+    """With 256 requests side by side the first hundred to finish are one-word answers, all."""
+    gate = QualityGate(QualityConfig())
+    shares = {one_word: 0.3, tool_call: 0.3, prose: 0.4}
+    stream = finished_in_time(mixed(random.Random(concurrency), shares), concurrency)
+    assert not any(gate.add(*one) for one in itertools.islice(stream, 10_000))
+
+
+@pytest.mark.parametrize(("concurrency", "within"), [(1, 200), (16, 200), (64, 200), (256, 600)])
+def test_one_word_is_stopped_while_others_run(concurrency: int, within: int):
+    gate = QualityGate(QualityConfig())
+    shares = {ok: 0.87, prose: 0.13}
+    stream = finished_in_time(mixed(random.Random(concurrency), shares), concurrency)
+    assert any(gate.add(*one) for one in itertools.islice(stream, within))
+
+
+def test_thinking_that_never_ends_is_stopped():
+    gate = QualityGate(QualityConfig())
+    alarm = run(gate, mixed(random.Random(0), {endless: 0.7, prose: 0.3}), 200)
+    assert alarm is not None
+    assert list(alarm.reasons) == ["thinking without an end"]
+    assert "Wait, " in alarm.examples[0]
+
+
+def test_the_same_long_response_to_everything_is_stopped():
+    gate = QualityGate(QualityConfig())
+
+    def refusal(numbers: random.Random, key: int) -> Response:
+        return response(key, "I am sorry, but as a language model " * 3, 40)
+
+    alarm = run(gate, mixed(random.Random(0), {refusal: 0.6, prose: 0.4}), 200)
+    assert alarm is not None
+    assert list(alarm.reasons) == ["the same for many prompts"]
+
+
+def test_an_end_token_alone_is_named():
+    gate = QualityGate(QualityConfig(window=4))
+    alarm = run(gate, (response(key, "", 1) for key in itertools.count()), 4)
+    assert alarm is not None
+    assert (alarm.finished, list(alarm.reasons)) == (2, ["stopped at once", "short"])
+
+
+def test_what_was_cut_at_a_small_limit_is_not_short():
+    """max_new_tokens = 8 is a choice, and every response then has 8."""
+    gate = QualityGate(QualityConfig())
+    made = (response(key, f"{key}", 8, finish="length") for key in itertools.count())
+    assert run(gate, made, 1000) is None
+
+
+def test_it_opens_to_what_has_passed_and_closes_to_what_begins_later():
+    """The window slides: a bad stretch in the middle of a good run is found, an old one is not
+    held against it."""
+    config = QualityConfig(window=100)
+    gate = QualityGate(config)
+    numbers = random.Random(0)
+    good, bad = mixed(numbers, {prose: 1.0}), mixed(numbers, {ok: 1.0})
+    assert run(gate, good, 1000) is None
+    assert run(gate, bad, 50) is None
+    assert run(gate, good, 51) is None
+    assert run(gate, bad, 49) is None
+    alarm = run(gate, bad, 2)
+    assert alarm is not None
+    assert (alarm.degenerate, alarm.looked_at) == (51, 100)
+
+
+def test_closed_once_it_says_so_once():
+    gate = QualityGate(QualityConfig(window=4))
+    bad = mixed(random.Random(0), {ok: 1.0})
+    first = run(gate, bad, 10)
+    assert first is not None
+    assert run(gate, bad, 10) is None
+    assert gate.alarm is first
+
+
+def test_a_share_of_one_never_stops():
+    gate = QualityGate(QualityConfig(max_share=1))
+    assert run(gate, mixed(random.Random(0), {ok: 1.0}), 2000) is None
+
+
+def test_the_running_count_is_what_a_full_count_says():
+    """Counted up and down as the window slides, it must not drift."""
+    config = QualityConfig(window=30, max_identical=3, max_share=1)
+    gate = QualityGate(config)
+    numbers = random.Random(7)
+    shares = {ok: 0.1, one_word: 0.3, tool_call: 0.2, prose: 0.2, endless: 0.2}
+    window: list[Response] = []
+    for one in itertools.islice(mixed(numbers, shares), 500):
+        gate.add(one)
+        window = [*window, one][-30:]
+        same = [sum(other.identity == this.identity for other in window) for this in window]
+        slow = sum(
+            count > 3 or this.thinking_open or (this.finish_reason == "stop" and this.tokens <= 8)
+            for this, count in zip(window, same, strict=True)
+        )
+        assert gate._degenerate == slow
+        assert len(gate._same) == len({this.identity for this in window})
+
+
+@pytest.mark.parametrize(
+    ("ids", "open_"),
+    [
+        ([5, 1, 6], True),
+        ([5, 1, 6, 2, 7], False),
+        ([1, 2, 1], True),
+        ([5, 6], False),
+        ([], False),
+    ],
+)
+def test_thinking_is_open_after_a_beginning_without_an_end(ids: list[int], open_: bool):
+    assert thinking_is_open(ids, 1, 2) is open_
+    assert not thinking_is_open(ids, None, None)
+
+
+def test_what_is_shown_stays_one_line():
+    assert shown("a\nb\x1b[31m") == '"a\\nb\\u001b[31m"'
+    assert len(shown("x" * 1000)) == 62
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_share": 0},
+        {"max_share": 1.1},
+        {"window": 1},
+        {"min_response_tokens": -1},
+        {"max_identical": 0},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, float]):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        QualityConfig(**wrong)  # type: ignore[arg-type]
