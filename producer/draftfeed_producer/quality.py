@@ -135,16 +135,16 @@ class QualityGate:
     def _change(self, seen: _Seen, by: int) -> None:
         identity = seen.response.identity
         same = self._same.get(identity, _Same(0, 0))
-        changed = _Same(same.count + by, same.bad + by * bool(seen.reasons))
+        changed = _Same(same.times + by, same.bad + by * bool(seen.reasons))
         most = self._config.max_identical
         self._degenerate += changed.degenerate(most) - same.degenerate(most)
-        if changed.count:
+        if changed.times:
             self._same[identity] = changed
         else:
             del self._same[identity]
 
     def _reasons(self, seen: _Seen) -> tuple[str, ...]:
-        identical = self._same[seen.response.identity].count > self._config.max_identical
+        identical = self._same[seen.response.identity].times > self._config.max_identical
         return (*seen.reasons, IDENTICAL) if identical else seen.reasons
 
     def _alarm(self, running: int) -> Alarm:
@@ -167,12 +167,12 @@ class QualityGate:
 class _Same(NamedTuple):
     """Responses of the window that are equal."""
 
-    count: int
+    times: int
     bad: int
     """Of those, for a reason of their own."""
 
     def degenerate(self, max_identical: int) -> int:
-        return self.count if self.count > max_identical else self.bad
+        return self.times if self.times > max_identical else self.bad
 
 
 def own_reasons(response: Response, config: QualityConfig) -> tuple[str, ...]:
