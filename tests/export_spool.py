@@ -14,6 +14,7 @@ from draftfeed_producer.engines.transformers import TransformersEngine
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.target import TargetConfig, load_target
+from draftfeed_proto.descriptor import Final
 from draftfeed_proto.ids import SampleId, Shards
 from draftfeed_proto.sample import Sample
 
@@ -53,18 +54,29 @@ def make_target(directory: Path, make: Callable[[Path], Path] = make_qwen3) -> P
 
 
 def fill(
-    directory: Path, target: Path, layer_ids: tuple[int, ...], count: int, new_tokens: int = 24
+    directory: Path,
+    target: Path,
+    layer_ids: tuple[int, ...],
+    count: int,
+    new_tokens: int = 24,
+    texts: list[str] | None = None,
+    final: Final = "none",
 ) -> list[Sample]:
-    """The samples, in the order in which the spool has them."""
+    """The samples, in the order in which the spool has them.
+
+    texts: what the user says, of which the first `count` are taken; None: random tokens.
+    """
     config = TransformersConfig(
         dtype="float32",
         batch_size=16,
         threads=1,
         sampling=SamplingConfig(max_new_tokens=new_tokens),
     )
-    engine = TransformersEngine(config, load_target(TargetConfig(path=str(target))), layer_ids)
+    loaded = load_target(TargetConfig(path=str(target)))
+    engine = TransformersEngine(config, loaded, layer_ids, final=final)
     spool = Spool(SpoolConfig(dir=directory), engine.descriptor, Shards(DATASET, 0, (0, 1)))
-    samples = list(engine.run(iter(_prompts(count))))
+    prompts = _prompts(count) if texts is None else _chats(loaded.tokenizer, texts[:count])
+    samples = list(engine.run(iter(prompts)))
     for sample in samples:
         spool.append(sample)
     spool.close()
@@ -77,3 +89,16 @@ def _prompts(count: int) -> list[Prompt]:
     lengths = rng.integers(3, 12, count)
     ids = [rng.integers(3, 400, length).astype(np.int32) for length in lengths]
     return [Prompt(SampleId(DATASET, 0, 0, i), f"p{i}", x) for i, x in enumerate(ids)]
+
+
+def _chats(tokenizer: Any, texts: list[str]) -> list[Prompt]:
+    return [
+        Prompt(SampleId(DATASET, 0, 0, i), f"p{i}", np.array(ids, np.int32))
+        for i, ids in enumerate(
+            tokenizer.apply_chat_template(
+                [[{"role": "user", "content": text}] for text in texts],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        )
+    ]
