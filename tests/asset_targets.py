@@ -1,10 +1,13 @@
 """Model directories for the target's files: small, but made and sharded by transformers itself."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.numpy import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tiny_models import make_tokenizer
@@ -49,3 +52,22 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
                 assert name not in found
                 found[name] = file.get_tensor(name)
     return found
+
+
+def make_plain(directory: Path, vocab: int = 1 << 16, hidden: int = HIDDEN, seed: int = 0) -> Path:
+    """No model, but the ends of one, as fp16: by default 16 MiB, five pieces."""
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    shape = (vocab, hidden)
+    values = {name: random.integers(0, 1 << 14, shape, np.uint16) for name in ("embed", "head")}
+    save_file(
+        {
+            "model.embed_tokens.weight": values["embed"].view(np.float16),
+            "lm_head.weight": values["head"].view(np.float16),
+            "model.norm.weight": np.ones(hidden, np.float16),
+        },
+        directory / "model.safetensors",
+    )
+    config = {"vocab_size": vocab, "hidden_size": hidden, "tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory

@@ -256,7 +256,7 @@ class Server:
             self._perform([Send(piece.sender, piece.message)])
             return
         try:
-            self._send_tracked(piece)
+            self._try_twice(lambda: self._send_tracked(piece))
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
@@ -321,11 +321,20 @@ class Server:
         """To somebody without a session: once. But who was replaced must hear it, or he trains on
         for nothing: the last few of these are tried again."""
         try:
-            self._dispatch(action)
+            self._try_twice(lambda: self._dispatch(action))
         except zmq.Again:
             fenced = isinstance(action.message, m.Refused) and action.message.code == "fenced"
             if fenced:
                 self._notices.append(action)
+
+    def _try_twice(self, send: Callable[[], object]) -> None:
+        """ZeroMQ learns about once a millisecond what a peer has read, and until then takes the
+        pipe of one that asks and reads quickly for full. Raises zmq.Again when it is."""
+        try:
+            send()
+        except zmq.Again:
+            self._socket.getsockopt(zmq.EVENTS)  # it learns now
+            send()
 
     def _forget_the_gone(self) -> None:
         """What waited for a session that is over is not for the next one."""

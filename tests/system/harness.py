@@ -32,10 +32,11 @@ class Producer:
         bind: str = "tcp://127.0.0.1:*",
         *,
         session_timeout_seconds: float = 0.3,
+        target: Path | None = None,
         **spool: object,
     ) -> None:
         self._config = SpoolConfig(dir=directory, audit=True, **spool)  # type: ignore[arg-type]
-        self._timeout_seconds = session_timeout_seconds
+        self._timeout_seconds, self._target = session_timeout_seconds, target
         self._start(bind)
 
     def _start(self, bind: str) -> None:
@@ -49,7 +50,7 @@ class Producer:
             session_timeout_seconds=self._timeout_seconds,
             now=time.monotonic(),
         )
-        self.server = Server(listener, self.spool, delivery)
+        self.server = Server(listener, self.spool, delivery, self._target)
         self.server.start()
 
     def generate(self, ordinals: Iterable[int], rows: int = 40) -> None:
