@@ -1,4 +1,5 @@
-"""docs/deploy-pro6000.md: its files are valid, and what it says is refused is refused."""
+"""docs/deploy-pro6000.md, and what docs/trainers.md has for the same run: the files are valid, and
+what is said to be refused is refused."""
 
 import re
 import tomllib
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from draftfeed_consumer.config import ConsumerConfig
+from draftfeed_consumer.trainers.specforge_options import parse_options
 from draftfeed_deploy.config import build
 from draftfeed_deploy.errors import ConfigError
 from draftfeed_producer.config import ProducerConfig
@@ -37,6 +39,16 @@ def test_the_files_are_valid():
     assert build(CONSUMER, ConsumerConfig, "consumer.toml")
     assert producer({})
     assert [producer(change).capture.mode for change in CHANGES] == ["live", "prefill"]
+
+
+def test_the_training_nodes_file_is_valid_and_of_the_same_run():
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    section = page.partition("## Qwen3.6-27B, DFlash, on a B200")[2].partition("\n## ")[0]
+    [text] = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
+    config = build(tomllib.loads(text), ConsumerConfig, "consumer.toml")
+    assert parse_options(config.trainer.options).device == "cuda"
+    for name in ("producer", "expect"):
+        assert tomllib.loads(text)[name] == CONSUMER[name]
 
 
 def test_four_replicas_share_neither_cards_nor_shards_nor_addresses():
