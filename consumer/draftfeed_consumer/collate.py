@@ -12,7 +12,7 @@ has to shift by one somewhere, and it is done here and nowhere else.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import accumulate
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
 import torch
 
@@ -46,6 +46,8 @@ class Batch(TypedDict):
     """bool [B, T]: whether the label is of the response; false in padding."""
     hidden_states: torch.Tensor
     """The collator's dtype, [B, T, L, H]; 0 in padding."""
+    final_states: NotRequired[torch.Tensor]
+    """Likewise, [B, T, H]; of streams that have them."""
     position_ids: torch.Tensor
     """int64 [B, T]: from 0 in each sample; 0 in padding."""
     document_ids: torch.Tensor
@@ -147,6 +149,8 @@ class Collator:
             position_ids=self._new(shape, torch.int64).zero_(),
             document_ids=self._new(shape, torch.int64).fill_(NO_DOCUMENT),
         )
+        if "final_states" in items[0]:
+            batch["final_states"] = self._new((*shape, hidden), self._dtype)
         batch["lengths"].copy_(torch.tensor(lengths))
         starts = accumulate(lengths, initial=0)
         for document, (item, length, start) in enumerate(zip(items, lengths, starts, strict=False)):
@@ -156,10 +160,15 @@ class Collator:
             batch["labels"][place] = item["input_ids"][1:]
             batch["loss_mask"][place] = item["loss_mask"][1:].bool()
             _cast(item["hidden_states"], into=batch["hidden_states"][place])
+            if "final_states" in batch:
+                _cast(item["final_states"], into=batch["final_states"][place])
             batch["position_ids"][place] = torch.arange(length)
             batch["document_ids"][place] = document
         # Only there: filling all of it first would write most of a large tensor twice.
-        batch["hidden_states"][batch["document_ids"] == NO_DOCUMENT] = 0
+        padding = batch["document_ids"] == NO_DOCUMENT
+        batch["hidden_states"][padding] = 0
+        if "final_states" in batch:
+            batch["final_states"][padding] = 0
         return batch
 
     def _shape(self, lengths: list[int]) -> tuple[int, int]:
@@ -184,8 +193,9 @@ class Collator:
 
 
 def _cast(states: torch.Tensor, into: torch.Tensor) -> None:
-    """Both [n, L, H]. torch converts float16 to bfloat16 value by value; to float32 and on from
-    there it has vectors, and the way round is the faster one while float32 stays in the cache."""
+    """Both [n, L, H], or [n, H]. torch converts float16 to bfloat16 value by value; to float32 and
+    on from there it has vectors, and the way round is the faster one while float32 stays in the
+    cache."""
     if (states.dtype, into.dtype) != (torch.float16, torch.bfloat16):
         into.copy_(states)
         return

@@ -5,6 +5,7 @@ ConsumerError (ValueError)
 ├── TrainerError         the [trainer] table names nothing that can be run
 ├── DrafterError         a drafter's files cannot be used, or not with this target
 ├── ExportError          files for another trainer that cannot be made, or not trained on
+├── FinalNormError       the final norm of a target that cannot be undone, or not of these states
 ├── StateError           a checkpoint's state that is not this stream's, or none at all
 ├── BudgetExceeded       samples that a packed batch has no room for
 ├── InWorkerProcess      a DataLoader with workers: each would be a member of its own
@@ -40,6 +41,10 @@ class TrainerError(ConsumerError):
 
 class ExportError(ConsumerError):
     """Files for another trainer that cannot be made of this stream, or not trained on so."""
+
+
+class FinalNormError(ConsumerError):
+    """The final norm of this target cannot be undone, or did not put out these states."""
 
 
 class DrafterError(ConsumerError):

@@ -1,12 +1,10 @@
 """What a trainer does with a sample whose values look wrong."""
 
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
-
-from draftfeed_proto.sample import LayerCounters
 
 Action = Literal["reject", "warn"]
 
@@ -17,28 +15,25 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     saturated: Action = "warn"
     """Values beyond fp16's 65504, clamped by the tap: the direction is right, the size is not."""
     zero_rows: Action = "reject"
-    """A row of a layer that is all zero: no residual stream has one, so it was never written."""
+    """A row of a layer that is all zero: no target makes one, so it was never written."""
 
 
 class Verdict(NamedTuple):
     action: Literal["accept", "warn", "reject"]
     reason: str
-    """Empty when accepted; otherwise what was found, and in which layers (positions in L)."""
+    """Empty when accepted; otherwise what was found, and in which layers (positions in L, that of
+    the final state being the last)."""
 
 
-def verdict(
-    policy: Policy, counters: Sequence[LayerCounters], hidden_states: torch.Tensor
-) -> Verdict:
-    """Judge one sample by the tap's counters and by the values themselves.
+def verdict(policy: Policy, item: Mapping[str, Any]) -> Verdict:
+    """Judge one sample of a stream by the tap's counters and by the values themselves.
 
-    counters: L of them. hidden_states: [n, L, H], fp16 or bf16. The values are looked at as well,
-    because a row that nobody wrote is not counted by anybody either.
+    item: its `counters`, `hidden_states`, and `final_states` if there are any. The values are
+    looked at as well, because a row that nobody wrote is not counted by anybody either.
     """
-    assert hidden_states.ndim == 3, hidden_states.shape
-    assert len(counters) == hidden_states.shape[1], (len(counters), hidden_states.shape)
-    # The largest magnitude of a row shows both at once: it is 0 for a row of zeros and Inf or NaN
-    # where one value is.
-    peaks_NL = hidden_states.abs().amax(dim=-1).float()
+    counters = item["counters"]
+    peaks_NL = torch.cat(list(_peaks(item)), dim=1).float()
+    assert len(counters) == peaks_NL.shape[1], (len(counters), peaks_NL.shape)
     nonfinite_L = (~peaks_NL.isfinite()).sum(dim=0).tolist()
     zeros_L = (peaks_NL == 0).sum(dim=0).tolist()
     nonfinite = _where(c.nonfinite + n for c, n in zip(counters, nonfinite_L, strict=True))
@@ -49,6 +44,15 @@ def verdict(
         (policy.saturated, "values clamped to fp16's range", _where(c.saturated for c in counters)),
     ]
     return _verdict([(action, _words(what, where)) for action, what, where in found if where])
+
+
+def _peaks(item: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The largest magnitude of each row and layer, [n, L] and [n, 1]. It shows both at once: it is
+    0 for a row of zeros, and Inf or NaN where one value is."""
+    assert item["hidden_states"].ndim == 3, item["hidden_states"].shape
+    yield item["hidden_states"].abs().amax(dim=-1)
+    if "final_states" in item:
+        yield item["final_states"].abs().amax(dim=-1, keepdim=True)
 
 
 def _where(counts: Iterable[int]) -> list[int]:

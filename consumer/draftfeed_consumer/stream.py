@@ -62,8 +62,9 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         key            str
         input_ids      int32[n+1]     the last one has no row: it was sampled, never fed
         loss_mask      uint8[n+1]     1 on the response
-        hidden_states  fp16 or bf16 [n, L, H]
-        counters       L LayerCounters
+        hidden_states  fp16 or bf16 [n, L, H], of the descriptor's layer_ids
+        final_states   likewise [n, H], where its `final` is not "none"
+        counters       LayerCounters of each layer, the final state's last
         finish_reason  str
 
     and ends when the producers have nothing more, or after `drain`. Every other end is an error:
@@ -175,16 +176,16 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         return self._items()
 
     def _items(self) -> Iterator[Item]:
-        dtype = torch.float16 if self.descriptor.dtype == "fp16" else torch.bfloat16
+        descriptor = self.descriptor
         self._begin()
         while (sample := self._next(idle=self._save_if_wanted)) is not None:
-            yield to_item(sample, dtype)
+            yield to_item(sample, descriptor)
 
     def batch(self, samples: int) -> list[Item]:
         """So many; fewer at the end and after `drain`; none when it cannot be filled now. For
         loops that `agree`, in which no rank may wait for samples while others wait for it: what
         it waits for may be with them, or stay away until all make a checkpoint."""
-        dtype = torch.float16 if self.descriptor.dtype == "fp16" else torch.bfloat16
+        descriptor = self.descriptor
         self._begin()
         started = time.monotonic()
 
@@ -193,7 +194,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
             return self.checkpoint_wanted or waited_seconds > self._config.buffer.stall_seconds
 
         while len(self._filling) < samples and (sample := self._next(idle=stalled)) is not None:
-            self._filling.append(to_item(sample, dtype))
+            self._filling.append(to_item(sample, descriptor))
         if len(self._filling) < samples and not (self.draining or self._buffer.ended):
             return []
         batch, self._filling = self._filling, []
@@ -385,14 +386,19 @@ def _check_without(attach: Attach, addresses: tuple[str, ...]) -> None:
         raise ValueError("--without names every producer; at least one must be there")
 
 
-def to_item(sample: Sample, dtype: torch.dtype = torch.float16) -> Item:
-    """The dict that iterating yields. dtype: of the wire."""
-    return {
+def to_item(sample: Sample, descriptor: Descriptor) -> Item:
+    """The dict that iterating yields, of a sample of that stream. Its states are views of the
+    sample's."""
+    dtype = torch.float16 if descriptor.dtype == "fp16" else torch.bfloat16
+    states, tapped = torch.from_numpy(sample.hidden_states).view(dtype), len(descriptor.layer_ids)
+    assert states.shape[1] == descriptor.layers, states.shape
+    item = {
         "id": sample.id,
         "key": sample.key,
         "input_ids": torch.from_numpy(sample.input_ids),
         "loss_mask": torch.from_numpy(sample.loss_mask.copy()),
-        "hidden_states": torch.from_numpy(sample.hidden_states).view(dtype),
+        "hidden_states": states[:, :tapped],
         "counters": sample.counters,
         "finish_reason": sample.finish_reason,
     }
+    return item if descriptor.final == "none" else {**item, "final_states": states[:, tapped]}

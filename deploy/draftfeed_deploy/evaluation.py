@@ -10,7 +10,7 @@ import msgspec
 from draftfeed_consumer import drafter_files
 from draftfeed_consumer import evaluate as drafters
 from draftfeed_consumer.stream import to_item
-from draftfeed_consumer.trainers import TrainerConfig
+from draftfeed_consumer.trainers import Item, TrainerConfig
 from draftfeed_consumer.trainers.dflash import load_config
 from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_deploy.records import Evaluation
@@ -18,7 +18,6 @@ from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import SyntheticConfig, TransformersConfig, make_engine
 from draftfeed_producer.prompts import PromptFile, PromptsConfig, prompt_limit
 from draftfeed_producer.target import TargetConfig, end_tokens, load_target
-from draftfeed_proto.sample import Sample
 
 DEMO_PROMPTS = 4
 DEMO_TOKENS = 32
@@ -143,7 +142,7 @@ def evaluate(producer: ProducerConfig, trainer: TrainerConfig, heldout: Path) ->
     assert trainer.target is not None
     target, drafter = trainer.target, load_config(trainer.output_dir)
     checkpoint = latest_checkpoint(trainer.output_dir)
-    items = [to_item(sample) for sample in _capture(producer, heldout)]
+    items = _capture(producer, heldout)
     setting = Setting(trainer.output_dir, target, heldout, DEMO_PROMPTS, DEMO_TOKENS)
     decoded = measure(setting, read_prompts(setting), lambda: None)
     return Evaluation(
@@ -157,7 +156,7 @@ def evaluate(producer: ProducerConfig, trainer: TrainerConfig, heldout: Path) ->
     )
 
 
-def _capture(producer: ProducerConfig, heldout: Path) -> list[Sample]:
+def _capture(producer: ProducerConfig, heldout: Path) -> list[Item]:
     """Held-out samples, in the order of the file, made as the producer makes its own: with
     transformers, for another start of SGLang would take longer than all of these."""
     target_config, _ = producer.needed()
@@ -174,7 +173,8 @@ def _capture(producer: ProducerConfig, heldout: Path) -> list[Sample]:
     file = PromptFile(PromptsConfig(path=str(heldout)), target.tokenizer, limit)
     engine = make_engine(config, target_config)
     try:
-        return sorted(engine.run(file.prompts()), key=lambda sample: sample.id)
+        samples = sorted(engine.run(file.prompts()), key=lambda sample: sample.id)
+        return [to_item(sample, engine.descriptor) for sample in samples]
     finally:
         engine.close()
         file.close()

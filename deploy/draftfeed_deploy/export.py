@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from draftfeed_consumer.checkpoints import fsync_path
+from draftfeed_consumer.errors import ExportError
+from draftfeed_consumer.final_norm import FinalNorm, read_final_norm
 from draftfeed_consumer.policy import Policy, verdict
 from draftfeed_consumer.stream import to_item
 from draftfeed_consumer.trainers import Item, exports
@@ -62,17 +64,24 @@ class Files(Protocol):
     def finish(self) -> None: ...
 
 
-def export(reader: Reader, format: Format, out: Path, console: Console) -> Exported:
+def export(
+    reader: Reader, format: Format, out: Path, console: Console, target: Path | None = None
+) -> Exported:
     """Every sample of the spool that is whole and can be trained on, one at a time in memory.
 
-    Raises ExportError when the stream lacks what the format needs, NothingToExport when there is no
-    such sample, OutputError when `out` is not empty or cannot be written. There is no `out` then.
+    target: its directory, where the final state before its norm is to be computed from the one
+        after it, or to be checked.
+
+    Raises ExportError when the stream lacks what the format needs or has another final state than
+    it says, FinalNormError when the target's norm cannot be undone, NothingToExport when there is
+    no such sample, OutputError when `out` is not empty or cannot be written. Then there is no
+    `out`.
     """
     descriptor = reader.owner.descriptor
     segments = reader.segments()
     total = sum(segment.bytes for segment in segments)
     with _whole(out) as folder:
-        files = _open(format, folder, descriptor)
+        files = _open(format, folder, descriptor, target)
         with (
             (folder / SAMPLES).open("wb") as lines,
             Progressing(console, total, "exporting") as progress,
@@ -102,7 +111,6 @@ class _Run:
     def __init__(self, reader: Reader, files: Files, lines: BinaryIO) -> None:
         self._reader, self._files, self._lines = reader, files, lines
         self._descriptor = reader.owner.descriptor
-        self._dtype = torch.float16 if self._descriptor.dtype == "fp16" else torch.bfloat16
         self.samples = 0
         self.left_out: Counter[str] = Counter()
         self.bad: list[Bad] = []
@@ -116,8 +124,7 @@ class _Run:
         known = len(self.bad)
         sample = decoded(self._reader, found, self.bad)
         if sample is not None:
-            assert found.header.layers == len(self._descriptor.layer_ids)
-            self._take(to_item(sample, self._dtype))
+            self._take(to_item(sample, self._descriptor))
         elif len(self.bad) == known:
             self.left_out[FREED] += 1
 
@@ -132,16 +139,18 @@ class _Run:
 
 def _rejected(item: Item) -> str:
     """As the trainer of a stream would, unless configured otherwise. The log names the sample."""
-    judged = verdict(Policy(), item["counters"], item["hidden_states"])
+    judged = verdict(Policy(), item)
     if judged.reason:
         logger.warning("sample %s: %s", item["id"], judged.reason)
     return REJECTED if judged.action == "reject" else ""
 
 
-def _open(format: Format, folder: Path, descriptor: Descriptor) -> Files:
+def _open(format: Format, folder: Path, descriptor: Descriptor, target: Path | None) -> Files:
     if format == "specforge":
+        if target is not None:
+            raise ExportError("--target is for --format speculators: SpecForge gets no final state")
         return SpecForgeFiles(folder, descriptor)
-    return SpeculatorsFiles(folder, descriptor)
+    return SpeculatorsFiles(folder, descriptor, target)
 
 
 class SpecForgeFiles:
@@ -166,12 +175,14 @@ class SpecForgeFiles:
 class SpeculatorsFiles:
     """Row k of the Arrow data set goes with hs_k.safetensors."""
 
-    def __init__(self, folder: Path, descriptor: Descriptor) -> None:
-        """Raises ExportError when the stream lacks the last block's output."""
+    def __init__(self, folder: Path, descriptor: Descriptor, target: Path | None) -> None:
+        """Raises ExportError when the stream lacks the last block's output and what it could be
+        computed from, FinalNormError."""
         from datasets import Features, List, Value
         from datasets.arrow_writer import ArrowWriter
 
         self.layer_ids = exports.speculators_layers(descriptor)
+        self._descriptor, self._norm = descriptor, _norm(descriptor, target)
         self._folder, self._rows = folder, folder / "rows"
         self._rows.mkdir()
         (folder / "hidden_states").mkdir()
@@ -188,7 +199,7 @@ class SpeculatorsFiles:
 
     def write(self, item: Item) -> str:
         name = exports.speculators_file(self._count)
-        tensors = exports.speculators_tensors(item)
+        tensors = exports.speculators_tensors(item, self._descriptor, self._norm)
         ids, mask = tensors["token_ids"], tensors.pop("loss_mask")
         with _honest():
             save_file(tensors, self._folder / name)
@@ -207,6 +218,18 @@ class SpeculatorsFiles:
         rows = datasets.Dataset.from_file(str(self._rows / "rows.arrow"))
         rows.with_format("torch").save_to_disk(self._folder)
         shutil.rmtree(self._rows)
+
+
+def _norm(descriptor: Descriptor, target: Path | None) -> FinalNorm | None:
+    """Raises ExportError, FinalNormError."""
+    if target is not None:
+        return read_final_norm(target)
+    if exports.needs_norm(descriptor):
+        raise ExportError(
+            "the stream has the final state after the target's norm, and speculators wants the "
+            f"one before it: say --target DIR, the directory of {descriptor.model}"
+        )
+    return None
 
 
 @contextmanager

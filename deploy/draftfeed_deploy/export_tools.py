@@ -18,9 +18,11 @@ what it writes, for a sample of n tokens fed through L layers of width H:
                 For offline DFlash of SpecForge 0.2.0: [data] hidden_states_path.
   speculators   an Arrow data set with input_ids, loss_mask and seq_len, and for each row k
                 hidden_states/hs_k.safetensors: token_ids int64[n], hidden_states [n, L, H] in the
-                stream's dtype. For speculators 0.9.0: --data-path. The stream must have the last
-                block of the target as its last layer: speculators makes its labels from that one,
-                before the norm, and does not give it to the drafter.
+                stream's dtype. For speculators 0.9.0: --data-path. The last of the L layers is
+                the output of the target's last block, before the norm: speculators makes its
+                labels from it, and does not give it to the drafter. It is in the stream as a
+                tapped layer or with [target] final = "prenorm"; from a stream with "postnorm",
+                which is what SGLang gives, it is computed with --target.
   both          draftfeed.json: the layers in the numbers of that trainer, and the stream.
                 samples.jsonl: the id and key of the sample in each file.
 
@@ -55,6 +57,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--from", dest="spool", type=Path, required=True, metavar="SPOOL", help="its directory"
     )
     export.add_argument("--format", required=True, choices=["specforge", "speculators"])
+    export.add_argument(
+        "--target",
+        type=Path,
+        metavar="DIR",
+        help="the target's model directory, for speculators: its final norm is undone in a stream "
+        "whose final state is postnorm, and one that says prenorm is checked",
+    )
     export.add_argument("out", type=Path, metavar="OUT", help="empty or not there yet")
     export.set_defaults(command=_export)
 
@@ -70,7 +79,9 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
         from draftfeed_proto import codecs
 
         codecs.PACKED.prepare()
-        done = export(Reader(arguments.spool), arguments.format, arguments.out, console)
+        done = export(
+            Reader(arguments.spool), arguments.format, arguments.out, console, arguments.target
+        )
     sys.stdout.write("\n".join(_lines(done, arguments.out)) + "\n")
     return exits.FAILED if done.bad else exits.DONE
 

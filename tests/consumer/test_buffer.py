@@ -9,7 +9,7 @@ import torch
 from draftfeed_consumer.buffer import Buffer, BufferConfig, size_of
 from draftfeed_consumer.errors import BufferTooSmall, StreamLost
 from draftfeed_consumer.stream import to_item
-from samples import sample
+from samples import DESCRIPTOR, sample
 
 SIZE = size_of(sample(0))
 
@@ -220,7 +220,7 @@ def test_collator_that_keeps_a_view_after_release_reads_what_it_was_given() -> N
     fill(room, range(2))
     first = room.take()
     assert first is not None
-    item = to_item(first)
+    item = to_item(first, DESCRIPTOR)
     view = item["hidden_states"][3:5]  # what a collator that forgot to copy holds
     wanted, tokens = view.clone(), item["input_ids"].clone()
     room.release(first.id)

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -12,17 +13,22 @@ from draftfeed_consumer.buffer import Buffer, BufferConfig, size_of
 from draftfeed_consumer.collate import NO_DOCUMENT, NO_LABEL, Batch, Collator, prefetch
 from draftfeed_consumer.errors import BudgetExceeded
 from draftfeed_consumer.stream import to_item
+from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
-from samples import HIDDEN, LAYERS, sample
+from samples import DESCRIPTOR, HIDDEN, LAYERS, sample
 
 ROWS = (5, 3, 7)
 SAMPLES = [sample(ordinal, rows) for ordinal, rows in enumerate(ROWS)]
 Item = dict[str, Any]
 
 
-def items(rows: Iterable[int] = ROWS) -> list[Item]:
-    return [to_item(sample(ordinal, count)) for ordinal, count in enumerate(rows)]
+WITH_FINAL = msgspec.structs.replace(DESCRIPTOR, layer_ids=(1, 4), final="postnorm")
+"""The same samples as of a stream whose third layer is the final state."""
+
+
+def items(rows: Iterable[int] = ROWS, stream: Descriptor = DESCRIPTOR) -> list[Item]:
+    return [to_item(sample(ordinal, count), stream) for ordinal, count in enumerate(rows)]
 
 
 def documents(batch: Batch) -> Iterator[dict[str, torch.Tensor]]:
@@ -57,6 +63,37 @@ def test_label_of_a_row_is_the_token_after_the_one_it_was_fed(collate: Collator)
         assert part["loss_mask"].tolist() == made.loss_mask[1:].astype(bool).tolist()
         assert part["position_ids"].tolist() == list(range(len(made.hidden_states)))
         assert torch.equal(part["hidden_states"], torch.tensor(made.hidden_states).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"mode": "pack"}, {"mode": "pack", "token_budget": 40}])
+def test_the_final_state_is_batched_as_the_layers_are(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Of another row, or of a tapped layer, it has the same shape."""
+    batch = Collator(dtype=dtype, **options)(items(stream=WITH_FINAL))
+    shape = batch["input_ids"].shape
+    assert batch["hidden_states"].shape == (*shape, LAYERS - 1, HIDDEN)
+    assert batch["final_states"].shape == (*shape, HIDDEN)
+    for document, made in enumerate(SAMPLES):
+        there, states = batch["document_ids"] == document, torch.tensor(made.hidden_states)
+        assert torch.equal(batch["hidden_states"][there], states[:, :-1].to(dtype))
+        assert torch.equal(batch["final_states"][there], states[:, -1].to(dtype))
+    assert not batch["final_states"][batch["document_ids"] == NO_DOCUMENT].any()
+
+
+def test_a_stream_without_a_final_state_has_no_key_for_it() -> None:
+    assert "final_states" not in items()[0]
+    assert "final_states" not in Collator()(items())
+
+
+def test_layers_and_final_state_of_a_sample_are_views_of_one_array() -> None:
+    """Samples are gigabytes: another trainer's layer must not cost a copy."""
+    made = sample(0, 6)
+    item = to_item(made, WITH_FINAL)
+    made.hidden_states[4, 2, 7] = 99
+    made.hidden_states[4, 1, 7] = 77
+    assert (item["final_states"][4, 7], item["hidden_states"][4, 1, 7]) == (99, 77)
 
 
 def test_padded_batch_has_a_row_for_each_sample_and_nothing_behind_it() -> None:
@@ -183,9 +220,9 @@ def test_room_that_is_used_again_after_release_does_not_change_a_batch(mode: Any
             taken = room.take()
             assert taken is not None
             lent[taken.id] = taken
-        batch = collate([to_item(one) for one in lent.values()])
+        batch = collate([to_item(one, DESCRIPTOR) for one in lent.values()])
         for ordinal, part in enumerate(documents(batch), start=first):
-            as_sent = to_item(sample(ordinal, 6))
+            as_sent = to_item(sample(ordinal, 6), DESCRIPTOR)
             assert torch.equal(part["hidden_states"], as_sent["hidden_states"].bfloat16())
             assert torch.equal(part["labels"], as_sent["input_ids"][1:].long())
             assert torch.equal(part["loss_mask"], as_sent["loss_mask"][1:].bool())

@@ -32,7 +32,7 @@ def test_layers_and_options_come_from_what_training_wrote_down(tmp_path: Path) -
     engine = make_engine(engine_config, target)
     file = PromptFile(PromptsConfig(path=str(prompts)), loaded.tokenizer, 100)
     descriptor = engine.descriptor
-    items = [to_item(sample) for sample in engine.run(file.prompts())]
+    items = [to_item(sample, descriptor) for sample in engine.run(file.prompts())]
     engine.close()
     file.close()
     options = {"mask_token_id": 3, "num_anchors": 4, "block_size": 4, "num_layers": 2}

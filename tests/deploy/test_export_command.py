@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -15,12 +16,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.export import SpecForgeFiles
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.spool.control import Term
+from draftfeed_proto.descriptor import Descriptor, Final
 from draftfeed_proto.ids import IdSet, Shards
 from draftfeed_proto.sample import Sample
 from samples import DATASET, DESCRIPTOR, sample
@@ -37,14 +39,18 @@ class Ended(NamedTuple):
     error: str
 
 
-def export(capsys: pytest.CaptureFixture[str], spool: Path, format: str, out: Path) -> Ended:
-    code = main(["export", "--from", str(spool), "--format", format, str(out)])
+def export(
+    capsys: pytest.CaptureFixture[str], spool: Path, format: str, out: Path, *more: str
+) -> Ended:
+    code = main(["export", "--from", str(spool), "--format", format, str(out), *more])
     said = capsys.readouterr()
     return Ended(code, said.out, said.err)
 
 
-def make_spool(directory: Path, samples: list[Sample], **options: Any) -> Spool:
-    spool = Spool(SpoolConfig(dir=directory, **options), LAST, SHARDS)
+def make_spool(
+    directory: Path, samples: list[Sample], stream: Descriptor = LAST, **options: Any
+) -> Spool:
+    spool = Spool(SpoolConfig(dir=directory, **options), stream, SHARDS)
     for made in samples:
         spool.append(made)
     return spool
@@ -117,9 +123,139 @@ def test_speculators_is_refused_a_stream_without_the_last_block(
     spool.close()
     ended = export(capsys, tmp_path / "spool", "speculators", tmp_path / "out")
     assert ended.code == 2
-    assert "layer 9 here, and the stream has no such layer" in ended.error
-    assert "[target] layer_ids = [1, 4, 7, 9]" in ended.error
+    assert "layer 9 here, and the stream has neither that nor the final state" in ended.error
+    assert '[target] final = "prenorm"' in ended.error
     assert os.listdir(tmp_path) == ["spool"]
+
+
+def with_final(final: Final, layer_ids: tuple[int, ...] = (1, 4)) -> Descriptor:
+    """A stream of which the third layer of `sample` is the final state."""
+    return msgspec.structs.replace(DESCRIPTOR, layer_ids=layer_ids, final=final)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is read of one to undo its final norm."""
+    folder = tmp_path_factory.mktemp("target")
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    weight = torch.linspace(0.25, 4.0, 64).to(torch.bfloat16)
+    save_file({"model.norm.weight": weight}, folder / "model.safetensors")
+    return folder
+
+
+def normed(made: Sample, target: Path, layer: int = 2) -> Sample:
+    """What the target's norm makes of that layer is its final state."""
+    weight = load_file(target / "model.safetensors")["model.norm.weight"].float().numpy()
+    states = made.hidden_states.copy()
+    x = states[:, layer].astype(np.float32)
+    states[:, layer] = weight * x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-6)
+    return msgspec.structs.replace(made, hidden_states=states)
+
+
+@pytest.mark.parametrize("final", ["prenorm", "postnorm"])
+def test_specforge_gets_the_tapped_layers_and_no_final_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], final: Final
+) -> None:
+    """As one layer more it would be a drafter's input; as part of a file, bytes for nobody."""
+    make_spool(tmp_path / "spool", [sample(0)], with_final(final)).close()
+    out = tmp_path / "out"
+    ended = export(capsys, tmp_path / "spool", "specforge", out)
+    assert (ended.code, ended.out) == (0, f"1 samples in {out}; target_layer_ids 1 4\n")
+    [states] = [torch.load(out / "0-0-00000000.ckpt", weights_only=True)["hidden_states"]]
+    tapped = torch.from_numpy(sample(0).hidden_states[:, :2].copy())
+    assert torch.equal(states.half(), tapped.flatten(1))
+    assert states.untyped_storage().nbytes() == states.nbytes
+
+
+def test_a_final_state_before_the_norm_is_the_last_layer_for_speculators(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: Path
+) -> None:
+    make_spool(tmp_path / "spool", [sample(0)], with_final("prenorm")).close()
+    for name, more in {"plain": (), "checked": ("--target", str(target))}.items():
+        out = tmp_path / name
+        ended = export(capsys, tmp_path / "spool", "speculators", out, *more)
+        assert (ended.code, ended.out) == (0, f"1 samples in {out}; --target-layer-ids 2 5\n")
+        tensors = load_file(out / "hidden_states/hs_0.safetensors")
+        assert np.array_equal(tensors["hidden_states"].numpy(), sample(0).hidden_states)
+
+
+def test_a_final_state_after_the_norm_is_undone_for_speculators(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: Path
+) -> None:
+    spool = make_spool(tmp_path / "spool", [normed(sample(0), target)], with_final("postnorm"))
+    spool.close()
+    out = tmp_path / "out"
+    ended = export(capsys, tmp_path / "spool", "speculators", out, "--target", str(target))
+    assert (ended.code, ended.out) == (0, f"1 samples in {out}; --target-layer-ids 2 5\n")
+    states = load_file(out / "hidden_states/hs_0.safetensors")["hidden_states"].numpy()
+    true = sample(0).hidden_states
+    assert np.array_equal(states[:, :2], true[:, :2])
+    x = true[:, 2].astype(np.float32)
+    np.testing.assert_allclose(
+        states[:, 2].astype(np.float32),
+        x / np.sqrt((x * x).mean(1, keepdims=True)),
+        rtol=2e-3,
+        atol=1e-6,
+    )
+
+
+def test_the_last_block_as_a_tapped_layer_is_taken_though_there_is_a_final_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the true state, of a target that nobody has to name."""
+    stream = with_final("postnorm", layer_ids=(1, 9))
+    make_spool(tmp_path / "spool", [sample(0)], stream).close()
+    out = tmp_path / "out"
+    ended = export(capsys, tmp_path / "spool", "speculators", out)
+    assert (ended.code, ended.out) == (0, f"1 samples in {out}; --target-layer-ids 2\n")
+    states = load_file(out / "hidden_states/hs_0.safetensors")["hidden_states"]
+    assert np.array_equal(states.numpy(), sample(0).hidden_states[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("said", "is_normed", "says"),
+    [
+        ("postnorm", False, f"sample {sample(0).id}: row .* is not what the norm of .* puts out"),
+        ("prenorm", True, f"sample {sample(0).id}: the stream says prenorm, and its final state"),
+    ],
+)
+def test_a_stream_that_says_the_wrong_kind_of_final_state_is_found_out(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    target: Path,
+    said: Final,
+    is_normed: bool,
+    says: str,
+) -> None:
+    """Pre-norm and post-norm final state mixed up: same shape, no error, other labels."""
+    made = normed(sample(0), target) if is_normed else sample(0)
+    make_spool(tmp_path / "spool", [made], with_final(said)).close()
+    ended = export(
+        capsys, tmp_path / "spool", "speculators", tmp_path / "out", "--target", str(target)
+    )
+    assert (ended.code, ended.error.count("\n")) == (2, 1)
+    assert re.search(says, ended.error)
+    assert os.listdir(tmp_path) == ["spool"]
+
+
+def test_what_is_missing_to_undo_a_norm_is_one_line_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: Path
+) -> None:
+    make_spool(tmp_path / "spool", [sample(0)], with_final("postnorm")).close()
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "gemma3_text"}')
+    before = sorted(os.listdir(tmp_path))
+    for format, more, says in (
+        ("speculators", (), "say --target DIR, the directory of tiny"),
+        ("speculators", ("--target", str(tmp_path / "none")), "none/config.json cannot be read"),
+        ("speculators", ("--target", str(unknown)), "is a gemma3_text"),
+        ("specforge", ("--target", str(target)), "--target is for --format speculators"),
+    ):
+        ended = export(capsys, tmp_path / "spool", format, tmp_path / "out", *more)
+        assert (ended.code, ended.error.count("\n")) == (2, 1)
+        assert says in ended.error
+        assert sorted(os.listdir(tmp_path)) == before
 
 
 def test_samples_that_a_trainer_cannot_use_are_left_out_and_counted(

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -201,8 +202,10 @@ def test_the_final_state_equals_that_of_one_full_forward_pass(
     record_property: Callable[[str, object], None],
 ):
     """Of every token: of a prompt's, of those in the middle of a chunk, of those sampled."""
+    if captured.final == "none":
+        pytest.skip("the stream has none")
     worst = 0.0
-    for samples in (captured.samples, prefilled) if captured.final != "none" else ():
+    for samples in (captured.samples, prefilled):
         for sample, reference in zip(samples, captured.references, strict=True):
             got = sample.hidden_states[:, len(captured.layer_ids)].astype(np.float32)
             error = errors(got, reference.of_final(captured.final))
@@ -217,7 +220,7 @@ def test_the_final_state_makes_the_targets_logits(
     """Pre-norm and post-norm final state mixed up: same shape, no error, other labels. Taken for
     the other kind than the descriptor says it must be found out."""
     if captured.final == "none":
-        return
+        pytest.skip("the stream has none")
     other: Final = "prenorm" if captured.final == "postnorm" else "postnorm"
     worst, least = 0.0, math.inf
     for sample, reference in zip(captured.samples, captured.references, strict=True):

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.models.qwen3_5 import (
     Qwen3_5Config,
     Qwen3_5ForCausalLM,
@@ -58,6 +64,11 @@ def make_tokenizer(path: Path) -> Any:
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(path)
     return fast
+
+
+def make_llama(path: Path) -> Path:
+    config = LlamaConfig(hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=4, **SIZES)
+    return _save(LlamaForCausalLM, config, path)
 
 
 def make_qwen3(path: Path) -> Path:

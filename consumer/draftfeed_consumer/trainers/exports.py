@@ -16,7 +16,8 @@ from typing import Literal
 import msgspec
 import torch
 
-from draftfeed_consumer.errors import ExportError
+from draftfeed_consumer.errors import ExportError, FinalNormError
+from draftfeed_consumer.final_norm import FinalNorm
 from draftfeed_consumer.trainers import Item
 from draftfeed_proto.descriptor import Descriptor
 
@@ -49,21 +50,31 @@ def speculators_layers(descriptor: Descriptor) -> tuple[int, ...]:
     state: of the last block's output before the norm, which it takes from the last layer of a
     file. Raises ExportError for a stream without it.
     """
-    *inputs, last = descriptor.layer_ids
-    final = descriptor.num_layers - 1
-    if last != final:
-        with_final = ", ".join(map(str, (*descriptor.layer_ids, final)))
+    *others, last = descriptor.layer_ids
+    last_block = descriptor.num_layers - 1
+    inputs = others if last == last_block else descriptor.layer_ids
+    if last != last_block and descriptor.final == "none":
         raise ExportError(
-            f"speculators computes its labels from the output of the last block, which is layer "
-            f"{final} here, and the stream has no such layer; capture with [target] layer_ids = "
-            f"[{with_final}], which the transformers engine can and SGLang cannot"
+            f"speculators computes its labels from the output of the last block, layer "
+            f"{last_block} here, and the stream has neither that nor the final state; capture with "
+            '[target] final = "prenorm", or with "postnorm", which SGLang can give, too'
         )
     if not inputs:
         raise ExportError(
-            f"the stream has no layer but the last one, {final}, and speculators takes that one "
-            "for its labels: there is nothing for a drafter to see"
+            f"the stream has no layer but the last one, {last_block}, and speculators takes that "
+            "one for its labels: there is nothing for a drafter to see"
         )
     return tuple(layer + 1 for layer in inputs)
+
+
+def needs_norm(descriptor: Descriptor) -> bool:
+    """Whether the last block's output must be computed from what the final norm made of it."""
+    return descriptor.final == "postnorm" and not _has_last_block(descriptor)
+
+
+def _has_last_block(descriptor: Descriptor) -> bool:
+    """As a tapped layer, before the norm."""
+    return descriptor.layer_ids[-1] == descriptor.num_layers - 1
 
 
 def specforge_tensors(item: Item) -> dict[str, torch.Tensor]:
@@ -74,17 +85,45 @@ def specforge_tensors(item: Item) -> dict[str, torch.Tensor]:
     sample's counters have them, as saturated or inexact.
     """
     states = item["hidden_states"].to(torch.bfloat16).flatten(1)
-    return {**_trimmed(item), "hidden_states": states}
+    # A view would be saved with all that it is a view of.
+    return {**_trimmed(item), "hidden_states": states.contiguous()}
 
 
-def speculators_tensors(item: Item) -> dict[str, torch.Tensor]:
-    """token_ids, loss_mask int64[n]; hidden_states [n, L, H] in the stream's dtype, as captured."""
+def speculators_tensors(
+    item: Item, descriptor: Descriptor, norm: FinalNorm | None = None
+) -> dict[str, torch.Tensor]:
+    """token_ids, loss_mask int64[n]; hidden_states [n, L, H] in the stream's dtype, the last layer
+    the last block's output, or what stands for it.
+
+    norm: the target's, which must be there where `needs_norm`. Elsewhere a final state is checked
+    with it. Raises ExportError for a final state that is not what the descriptor says.
+    """
     trimmed = _trimmed(item)
+    states = item["hidden_states"]
+    if not _has_last_block(descriptor):
+        states = torch.cat([states, _before_norm(item, descriptor, norm)[:, None]], dim=1)
     return {
         "token_ids": trimmed["input_ids"],
         "loss_mask": trimmed["loss_mask"],
-        "hidden_states": item["hidden_states"],
+        "hidden_states": states.contiguous(),
     }
+
+
+def _before_norm(item: Item, descriptor: Descriptor, norm: FinalNorm | None) -> torch.Tensor:
+    """[n, H] in the stream's dtype."""
+    final: torch.Tensor = item["final_states"]
+    if descriptor.final == "postnorm":
+        assert norm is not None
+        try:
+            return norm.undone(final)
+        except FinalNormError as error:
+            raise ExportError(f"sample {item['id']}: {error}") from None
+    if norm is not None and norm.puts_out(final):
+        raise ExportError(
+            f"sample {item['id']}: the stream says prenorm, and its final state is what the norm "
+            "puts out: norm and head would be applied to that a second time"
+        )
+    return final
 
 
 def speculators_file(index: int) -> str:
