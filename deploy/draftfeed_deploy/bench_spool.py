@@ -115,7 +115,7 @@ def take(reader: Reader) -> Taken:
 def lines_of(result: Result) -> Iterator[str]:
     stream = result.descriptor
     yield (
-        f"spool    {result.spool}: {stream.model}, {len(stream.layer_ids)} layers, hidden "
+        f"spool    {result.spool}: {stream.model}, {stream.layers} layers, hidden "
         f"{stream.hidden_size}, {stream.dtype}"
     )
     chunks = len(result.sizes[Memcpy.name].encoded_bytes)

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
 
+from draftfeed_deploy.check_final import FinalStates, check_final
 from draftfeed_deploy.check_passage import Passage, pass_through
 from draftfeed_deploy.check_rows import (
     TOLERANCES,
@@ -80,6 +82,8 @@ class Findings(NamedTuple):
     """Of those captured twice."""
     changed: Changed | None
     """None: nothing was captured that could be changed."""
+    final: FinalStates | None
+    """None: the stream has no final states."""
     passage: Passage | None
     """None: nothing was captured that could be sent."""
     recaptured: int
@@ -121,8 +125,10 @@ def check(
     tolerance = TOLERANCES[_compute_dtype(config)]
     with phase(console, "capturing the same tokens once more, in one pass"):
         again = _capture(engine, [given(sample) for sample in live.samples.values()])
-        compared = _compare_all(live, again, descriptor.layer_ids, tolerance)
+        compared = _compare_all(live, again, descriptor.layer_names, tolerance)
         changed = _change(engine, again, tolerance)
+    target, _ = config.needed()
+    final = check_final(Path(target.path).expanduser(), descriptor, live.samples.values())
     passage = None
     if live.samples:
         with phase(console, "spool, server and consumer"):
@@ -137,6 +143,7 @@ def check(
         again,
         compared,
         changed,
+        final,
         passage,
         engine.recaptured,
     )
@@ -192,10 +199,10 @@ def _rate(at_start: list[tuple[float, int]], captured: int) -> float | None:
 
 
 def _compare_all(
-    live: Captured, again: Captured, layer_ids: Sequence[int], tolerance: float
+    live: Captured, again: Captured, layer_names: Sequence[str], tolerance: float
 ) -> dict[SampleId, Compared]:
     return {
-        id: compare(again.samples[id].hidden_states, sample.hidden_states, layer_ids, tolerance)
+        id: compare(again.samples[id].hidden_states, sample.hidden_states, layer_names, tolerance)
         for id, sample in live.samples.items()
         if id in again.samples
     }
@@ -207,7 +214,7 @@ def _change(engine: Engine, again: Captured, tolerance: float) -> Changed | None
     long = [sample for sample in again.samples.values() if len(sample.hidden_states) > 1]
     if not long:
         return None
-    sample, ids = long[0], engine.descriptor.layer_ids
+    sample, names = long[0], engine.descriptor.layer_names
     prompt, position = with_another_token(sample, engine.descriptor.vocab_size)
     other = _capture(engine, [prompt]).samples.get(sample.id)
     if other is None:
@@ -216,8 +223,8 @@ def _change(engine: Engine, again: Captured, tolerance: float) -> Changed | None
     own = slice(position, position + 1)
     return Changed(
         position,
-        compare(got[:position], want[:position], ids, tolerance),
-        compare(got[own], want[own], ids, tolerance),
+        compare(got[:position], want[:position], names, tolerance),
+        compare(got[own], want[own], names, tolerance),
     )
 
 

@@ -55,7 +55,7 @@ def _row(key: object, *cells: object) -> str:
 def _layers(findings: Findings) -> Iterator[str]:
     names = [field.replace("_", " ") for field in LayerCounters._fields]
     yield f"{'layer':12}" + "".join(f"{name:>12}" for name in names)
-    for layer, counters in zip(findings.descriptor.layer_ids, _totals(findings), strict=False):
+    for layer, counters in zip(findings.descriptor.layer_names, _totals(findings), strict=False):
         yield f"{layer:<12}" + "".join(f"{count:>12,}" for count in counters)
 
 
@@ -95,6 +95,7 @@ def _checks(findings: Findings) -> Iterator[Check]:
     yield _intact(findings)
     yield _reproduced(findings)
     yield _in_place(findings)
+    yield from _final(findings)
     yield _values(findings)
 
 
@@ -164,9 +165,20 @@ def _in_place(findings: Findings) -> Check:
     return _check(name, faults, f"at position {changed.position}")
 
 
+def _final(findings: Findings) -> Iterator[Check]:
+    if (final := findings.final) is None:
+        return
+    name = f"final states are {findings.descriptor.final}"
+    if final.unknown:
+        yield Check(name, True, f"not checked: {final.unknown}")
+    else:
+        detail = f"{final.rows} rows, divided by the weights of the target's norm"
+        yield _check(name, final.faults, detail, none=not final.rows)
+
+
 def _values(findings: Findings) -> Check:
     totals = _totals(findings)
-    layers = list(zip(findings.descriptor.layer_ids, totals, strict=False))
+    layers = list(zip(findings.descriptor.layer_names, totals, strict=False))
     faults = [
         f"layer {layer}: {counters.nonfinite} non-finite values, {counters.zero_rows} zero rows"
         for layer, counters in layers
@@ -180,7 +192,7 @@ def _values(findings: Findings) -> Check:
 def _memory(config: ProducerConfig, findings: Findings) -> Check:
     assert not isinstance(config.engine, SyntheticConfig)
     descriptor, rows = findings.descriptor, findings.longest_rows
-    sample_bytes = 2 * rows * len(descriptor.layer_ids) * descriptor.hidden_size
+    sample_bytes = rows * descriptor.row_bytes()
     fits = config.capture.staging_bytes // sample_bytes
     if isinstance(config.engine, SGLangConfig):
         at_once = f"concurrency is {config.engine.concurrency}"

@@ -21,8 +21,8 @@ class Place(NamedTuple):
     error: float
     """Relative L2."""
     row: int
-    layer: int
-    """Its id."""
+    layer: str
+    """Its name in the descriptor."""
 
     def __str__(self) -> str:
         error = f"{self.error:.1e}" if self.error < 0.1 else f"{self.error:.3g}"
@@ -37,14 +37,14 @@ class Compared(NamedTuple):
 
 
 def compare(
-    got: np.ndarray, want: np.ndarray, layer_ids: Sequence[int], tolerance: float
+    got: np.ndarray, want: np.ndarray, layer_names: Sequence[str], tolerance: float
 ) -> Compared:
-    """got, want: float16 [n, L, H], n >= 1."""
+    """got, want: float16 [n, L, H], n >= 1. layer_names: L of them."""
     errors = np.concatenate(list(_errors(got, want)))
     worst = errors.max(1)
 
     def place(row: int) -> Place:
-        return Place(float(worst[row]), row, layer_ids[int(errors[row].argmax())])
+        return Place(float(worst[row]), row, layer_names[int(errors[row].argmax())])
 
     beyond = np.flatnonzero(worst > tolerance)
     first = place(int(beyond[0])) if len(beyond) else None

@@ -38,6 +38,7 @@ class SpoolFacts(msgspec.Struct, kw_only=True):
     model: str
     revision: str
     layer_ids: tuple[int, ...]
+    final: str
     hidden_size: int
     dtype: str
     dataset: str
@@ -94,9 +95,10 @@ def inspect(reader: Reader) -> SpoolFacts:
 def inspect_lines(facts: SpoolFacts) -> Iterator[str]:
     """For people."""
     layers = ",".join(map(str, facts.layer_ids))
+    final = "" if facts.final == "none" else f" and final state {facts.final}"
     yield f"spool        {facts.dir} (format {facts.format})"
     yield (
-        f"stream       {facts.stream_id}: {facts.model}, layers {layers}, "
+        f"stream       {facts.stream_id}: {facts.model}, layers {layers}{final}, "
         f"hidden {facts.hidden_size}, {facts.dtype}"
     )
     lost = f", of them lost elsewhere: {facts.lost_shards}" if facts.lost_shards != "none" else ""
@@ -167,6 +169,7 @@ def _facts(reader: Reader) -> SpoolFacts:
         model=owner.descriptor.model,
         revision=owner.descriptor.revision,
         layer_ids=owner.descriptor.layer_ids,
+        final=owner.descriptor.final,
         hidden_size=owner.descriptor.hidden_size,
         dtype=owner.descriptor.dtype,
         dataset=owner.prompts.dataset,

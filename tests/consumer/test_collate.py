@@ -74,6 +74,7 @@ def test_the_final_state_is_batched_as_the_layers_are(
     batch = Collator(dtype=dtype, **options)(items(stream=WITH_FINAL))
     shape = batch["input_ids"].shape
     assert batch["hidden_states"].shape == (*shape, LAYERS - 1, HIDDEN)
+    assert "final_states" in batch
     assert batch["final_states"].shape == (*shape, HIDDEN)
     for document, made in enumerate(SAMPLES):
         there, states = batch["document_ids"] == document, torch.tensor(made.hidden_states)

@@ -1,6 +1,7 @@
 """`draftfeed producer --check`: a wrong capture, which would train happily, must not pass."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from draftfeed_consumer import final_norm
 from draftfeed_deploy import check as module
 from draftfeed_deploy import config as configuration
 from draftfeed_deploy.check import Findings, bounded, check
@@ -24,6 +26,7 @@ from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import Engine, make_engine
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.service import open_prompts
+from draftfeed_proto.descriptor import Final
 from draftfeed_proto.sample import LayerCounters, Sample
 from tiny_models import make_qwen3
 
@@ -178,6 +181,60 @@ def test_rows_of_zeros_and_infinities_fail(checked: Any) -> None:
     failed, _ = checked(lambda engine: Altered(engine, spoil))
     name = "no non-finite values, no rows of zeros"
     assert failed == {name: "layer 3: 6 non-finite values, 3 zero rows"}
+
+
+KINDS: list[Final] = ["prenorm", "postnorm"]
+
+
+@pytest.mark.parametrize("final", KINDS)
+def test_final_states_are_compared_as_the_layers_are(
+    checked: Any, path: Path, capsys: pytest.CaptureFixture[str], final: Final
+) -> None:
+    assert main(["producer", "-c", str(path), "--check", "--set", f"target.final={final}"]) == 0
+    out = capsys.readouterr().out
+    assert f"(layers 1,3 of 6, final state {final}, hidden 512" in out
+    assert re.search(rf"^{final} +0 +0 +\d+ +0$", out, re.MULTILINE), out  # a line of counters
+    assert f"ok      final states are {final}: " in out
+
+    def of_another_row(prompt: Prompt, sample: Sample) -> Sample:
+        states = sample.hidden_states.copy()
+        states[:, -1] = shifted(sample).hidden_states[:, -1]
+        live = prompt.response_ids is None
+        return msgspec.structs.replace(sample, hidden_states=states) if live else sample
+
+    failed, _ = checked(lambda engine: Altered(engine, of_another_row), f"target.final={final}")
+    assert set(failed) == {SAME}
+    assert f"at row 0, layer {final}" in failed[SAME]
+
+
+@pytest.mark.parametrize("said", KINDS)
+def test_final_states_of_the_other_kind_than_the_stream_says_fail(
+    checked: Any, said: Final
+) -> None:
+    """Pre-norm and post-norm mixed up: two captures agree with each other, and labels are wrong."""
+    given = "prenorm" if said == "postnorm" else "postnorm"
+
+    class Mislabelled:
+        def __init__(self, engine: Engine) -> None:
+            self._engine = engine
+            self.descriptor = msgspec.structs.replace(engine.descriptor, final=said)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._engine, name)
+
+    failed, _ = checked(Mislabelled, f"target.final={given}")
+    assert set(failed) == {f"final states are {said}"}
+    assert "that of sample 0 is " in failed[f"final states are {said}"]
+
+
+def test_final_states_of_a_target_whose_norm_is_not_known_are_passed_over(
+    checked: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(final_norm.ADDED, "qwen3")
+    failed, findings = checked(lambda engine: engine, "target.final=postnorm")
+    assert failed == {}
+    lines, _ = lines_of(configuration.load(path, ProducerConfig), "producer.toml", findings)
+    assert any("final states are postnorm: not checked: " in line for line in lines)
 
 
 def test_a_sample_that_arrives_otherwise_than_it_was_made_fails(checked: Any, path: Path) -> None:
