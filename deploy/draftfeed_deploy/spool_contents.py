@@ -184,6 +184,8 @@ def _write_sample(reader: Reader, record: Record, sample: Sample, out: Path) -> 
         hidden_states=sample.hidden_states,
     )
     values: dict[str, Any] = msgspec.to_builtins(header)
-    values |= {"id": str(header.id), "file": file, "dtype": reader.owner.descriptor.dtype}
+    stream = reader.owner.descriptor
+    values |= {"id": str(header.id), "file": file, "dtype": stream.dtype}
+    values["layer_names"] = stream.layer_names
     values["counters"] = [counters._asdict() for counters in header.counters]
     return msgspec.json.encode(values) + b"\n"

@@ -175,6 +175,27 @@ def test_exported_samples_are_those_that_were_captured(
         assert again.digest() == made.digest()
 
 
+def test_a_final_state_is_told_from_the_tapped_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has their shape, and is the last of them."""
+    stream = msgspec.structs.replace(DESCRIPTOR, layer_ids=(1, 4), final="postnorm")
+    spool = Spool(SpoolConfig(dir=tmp_path / "spool", audit=True), stream, SHARDS)
+    spool.append(sample(0))
+    spool.close()
+    ended = draftfeed(capsys, "spool", "inspect", tmp_path / "spool")
+    assert ended.code == 0
+    assert ": tiny, layers 1,4 and final state postnorm, hidden 64, fp16" in ended.out
+    facts = json.loads(draftfeed(capsys, "spool", "inspect", tmp_path / "spool", "--json").out)
+    assert (facts["layer_ids"], facts["final"]) == ([1, 4], "postnorm")
+    assert draftfeed(capsys, "spool", "verify", tmp_path / "spool").code == 0
+    assert draftfeed(capsys, "spool", "export", tmp_path / "spool", tmp_path / "out").code == 0
+    line = json.loads((tmp_path / "out" / "samples.jsonl").read_text())
+    assert line["layer_names"] == ["1", "4", "postnorm"]
+    with np.load(tmp_path / "out" / line["file"]) as tensors:
+        assert tensors["hidden_states"].shape[1] == len(line["layer_names"])
+
+
 def test_export_of_some_by_id_or_key_and_never_into_a_directory_that_has_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
