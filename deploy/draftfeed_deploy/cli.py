@@ -18,6 +18,7 @@ from draftfeed_deploy import (
     exits,
     export_tools,
     plan_tools,
+    prepare_tools,
     spool_tools,
     target_tools,
 )
@@ -212,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     drafter_tools.add_commands(commands)
     target_tools.add_commands(commands)
     plan_tools.add_command(commands)
+    prepare_tools.add_commands(commands)
     _add_demo(commands)
     return parser
 

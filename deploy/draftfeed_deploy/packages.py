@@ -41,6 +41,17 @@ def require_for_export(format: str) -> None:
     _require("draftfeed export", packages, f"pip install 'draftfeed[{format}]'")
 
 
+def require_for_quality(parquet: bool) -> None:
+    packages = ["transformers"] + (["pyarrow"] if parquet else [])
+    _require("this command", packages, "pip install 'draftfeed[prepare]'")
+
+
+def require_for_prepare(parquet: bool) -> None:
+    """matplotlib draws the plots of its report."""
+    require_for_quality(parquet)
+    _require("draftfeed prepare", ["matplotlib"], "pip install 'draftfeed[prepare]'")
+
+
 def sglang_python() -> Path:
     """The interpreter of the environment that `make sglang` builds in the checkout.
 

@@ -27,14 +27,14 @@ Series = NDArray[np.float64]
 def plots(files: RunFiles) -> dict[str, str]:
     """Inline `<svg>` elements by name. Raises ImportError when matplotlib is not installed."""
     return {
-        "bandwidth": _svg(_bandwidth(files), "bandwidth"),
-        "fill": _svg(_fill(files), "fill"),
-        "loss": _svg(_loss(files), "loss"),
+        "bandwidth": svg_of(_bandwidth(files), "bandwidth"),
+        "fill": svg_of(_fill(files), "fill"),
+        "loss": svg_of(_loss(files), "loss"),
     }
 
 
 def _bandwidth(files: RunFiles) -> "Figure":
-    figure, (axes,) = _figure(width=10.4, height=2.6, rows=1)
+    figure, (axes,) = figure_of(width=10.4, height=2.6, rows=1)
     times = _column(files.producer, "time_seconds")
     if len(times) < 2:
         return _empty(figure, axes)
@@ -42,13 +42,13 @@ def _bandwidth(files: RunFiles) -> "Figure":
         centres, rates = _rate(times, _column(files.producer, f"{name}_bytes"))
         axes.fill_between(centres, rates / MB, step="mid", color=colour, alpha=0.16, linewidth=0)
         axes.step(centres, rates / MB, where="mid", color=colour, label=name, linewidth=1.6)
-    _finish(axes, "MB/s", "seconds since the run began")
+    finish(axes, "MB/s", "seconds since the run began")
     _legend(axes)
     return figure
 
 
 def _fill(files: RunFiles) -> "Figure":
-    figure, (above, below) = _figure(width=5.2, height=3.5, rows=2)
+    figure, (above, below) = figure_of(width=5.2, height=3.5, rows=2)
     spool = (files.producer, "spool_bytes", "spool_quota_bytes", "spool (producer)")
     buffer = (files.consumer, "buffer_bytes", "buffer_capacity_bytes", "buffer (consumer)")
     for axes, colour, (snapshots, filled, limit, label) in (
@@ -64,7 +64,7 @@ def _fill(files: RunFiles) -> "Figure":
         axes.set_xlim(0, files.duration_seconds or 1)
         size = f", of {capacity:,.4g} MB" if capacity else ""
         axes.set_title(f"{label}{size}", loc="left", fontsize=8.5, color=INK)
-        _finish(axes, "MB", "seconds since the run began" if axes is below else "")
+        finish(axes, "MB", "seconds since the run began" if axes is below else "")
     return figure
 
 
@@ -74,7 +74,7 @@ def _level(axes: "Axes", colour: str, times: Series, level: Series) -> None:
 
 
 def _loss(files: RunFiles) -> "Figure":
-    figure, (axes,) = _figure(width=5.2, height=3.5, rows=1)
+    figure, (axes,) = figure_of(width=5.2, height=3.5, rows=1)
     points = [(step.step, step.loss) for step in files.steps if step.loss is not None]
     if not points:
         return _empty(figure, axes)
@@ -84,7 +84,7 @@ def _loss(files: RunFiles) -> "Figure":
     means = _running_mean(losses, window)
     centres = steps[window // 2 :][: len(means)]
     axes.plot(centres, means, color=BLUE, label=f"mean of {window}")
-    _finish(axes, "training loss", "optimizer step", floor=None)
+    finish(axes, "training loss", "optimizer step", floor=None)
     _legend(axes)
     return figure
 
@@ -110,7 +110,7 @@ def _column(snapshots: list[Any], name: str) -> Series:
     return np.array([getattr(snapshot, name) for snapshot in snapshots], dtype=np.float64)
 
 
-def _figure(*, width: float, height: float, rows: int) -> "tuple[Figure, list[Axes]]":
+def figure_of(*, width: float, height: float, rows: int) -> "tuple[Figure, list[Axes]]":
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -138,7 +138,7 @@ def _legend(axes: "Axes") -> None:
     axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, loc="lower right", **above)
 
 
-def _finish(axes: "Axes", y_label: str, x_label: str, *, floor: float | None = 0) -> None:
+def finish(axes: "Axes", y_label: str, x_label: str, *, floor: float | None = 0) -> None:
     axes.set_ylabel(y_label, color=INK, fontsize=8.5)
     axes.set_xlabel(x_label, color=INK, fontsize=8.5)
     axes.margins(x=0.01, y=0.14)
@@ -152,7 +152,7 @@ def _finish(axes: "Axes", y_label: str, x_label: str, *, floor: float | None = 0
     axes.patch.set_alpha(0)
 
 
-def _svg(figure: "Figure", name: str) -> str:
+def svg_of(figure: "Figure", name: str) -> str:
     import matplotlib as mpl
 
     text = io.StringIO()
