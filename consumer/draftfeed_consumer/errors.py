@@ -11,13 +11,18 @@ ConsumerError (ValueError)
 ├── InWorkerProcess      a DataLoader with workers: each would be a member of its own
 ├── AddressError         an address ZeroMQ does not understand
 ├── LauncherError        torchrun was started so that its restarts cannot work
+├── AssetError           the target's files cannot be had, or are not what was said
+│   └── NoAssets         no producer has any
 └── StreamError          the stream ended otherwise than at the end of its samples
     ├── StreamRefused    the producer will not serve this consumer: configuration, not weather
     ├── ProducerClosing  the producer was shut down in an orderly way and did not come back
     ├── StreamLost       the link was down for longer than allowed
+    ├── AssetsLost       nothing more of the target's files came for longer than allowed
     ├── Fenced           another consumer took over: this one stops and does not come back
     └── StreamClosed     this consumer closed it
 """
+
+from collections.abc import Mapping
 
 
 class ConsumerError(ValueError):
@@ -92,6 +97,21 @@ class LauncherError(ConsumerError):
         )
 
 
+class AssetError(ConsumerError):
+    """The target's files cannot be had, stored or trusted; the message says which of these."""
+
+
+class NoAssets(AssetError):
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        """reasons: by address."""
+        told = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
+        super().__init__(
+            f"no producer serves the target's embedding and head ({told}); set [trainer] target "
+            "to the target's model directory"
+        )
+        self.reasons = dict(reasons)
+
+
 class StreamError(ConsumerError):
     """Base of every end of a stream that is not the end of its samples."""
 
@@ -112,6 +132,15 @@ class StreamLost(StreamError):
     def __init__(self, address: str, seconds: float) -> None:
         super().__init__(f"{address} has been out of reach for {seconds:.0f} s")
         self.address, self.seconds = address, seconds
+
+
+class AssetsLost(StreamError):
+    def __init__(self, address: str, missing: str, seconds: float, reason: str) -> None:
+        super().__init__(
+            f"{address} sent nothing more of the target's files for {seconds:.0f} s ({reason}); "
+            f"missing is {missing}; what has come is kept, and the next start goes on from there"
+        )
+        self.address, self.missing, self.seconds = address, missing, seconds
 
 
 class Fenced(StreamError):

@@ -88,7 +88,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
 
         observe: called in another thread with every sample that arrives.
         """
-        _check_without(attach, config.producer.addresses)
+        check_without(attach, config.producer.addresses)
         self._config, self._attach, self._ranks = config, attach, ranks
         self._process = secrets.token_hex(8)
         codecs.PACKED.prepare()
@@ -375,7 +375,8 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         self._workers.close()
 
 
-def _check_without(attach: Attach, addresses: tuple[str, ...]) -> None:
+def check_without(attach: Attach, addresses: tuple[str, ...]) -> None:
+    """Raises ValueError."""
     strange = set(attach.without) - set(addresses)
     if strange:
         raise ValueError(

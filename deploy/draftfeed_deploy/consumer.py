@@ -6,14 +6,17 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from msgspec import structs
 from rich.console import Console
 
 from draftfeed_consumer.actions import Attach
+from draftfeed_consumer.assets import Stopped
+from draftfeed_consumer.assets_fetch import fetch_target
 from draftfeed_consumer.config import ConsumerConfig
-from draftfeed_consumer.errors import ConsumerError, StreamClosed
+from draftfeed_consumer.errors import ConsumerError, NoAssets, StreamClosed
 from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_consumer.ranks import Ranks
-from draftfeed_consumer.stream import HiddenStateStream
+from draftfeed_consumer.stream import HiddenStateStream, check_without
 from draftfeed_consumer.trainers import Train, TrainerRun
 from draftfeed_consumer.trainers import load as load_trainer
 from draftfeed_deploy import exits
@@ -28,6 +31,7 @@ from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 
+STOPPED_BEFORE = "stopped before any producer had granted the stream: nothing was trained"
 COMMIT_SECONDS = 30.0
 """How long to wait at the end for the producers to confirm the last checkpoint."""
 
@@ -46,6 +50,7 @@ def run_consumer(
     """
     keep_chunks_mapped()
     train, run = load_trainer(config.trainer)
+    _check(attach, config)
     with ExitStack() as stack:
         stack.enter_context(on_signal(interrupt))
         ranks = Ranks.from_environment()
@@ -63,6 +68,11 @@ def run_consumer(
 
         # Before anything can be said of us that makes somebody end us.
         with GentleStop(drain, config.trainer.drain_seconds) as stop, on_signal(stop.begin):
+            try:
+                config, run = _with_target(config, run, attach, lambda: stop.asked)
+            except StreamClosed:
+                _finish(STOPPED_BEFORE, claim)
+                return
             stream = _open_stream(stack, config, run_dir, attach, ranks)
             streams.append(stream)
             if stop.asked:
@@ -71,6 +81,35 @@ def run_consumer(
                 watched("consumer", lambda: consumer_snapshot(stream), run_dir, console)
             )
             _finish(_train(stream, train, run, stop), claim)
+
+
+def _check(attach: Attach, config: ConsumerConfig) -> None:
+    """Before anything is waited for."""
+    try:
+        check_without(attach, config.producer.addresses)
+    except ValueError as error:
+        raise ConfigError("command line", str(error)) from None
+
+
+def _with_target(
+    config: ConsumerConfig, run: TrainerRun, attach: Attach, stopped: Stopped
+) -> tuple[ConsumerConfig, TrainerRun]:
+    """Without a target in the configuration, with the one that the producers serve; no stream but
+    theirs is taken then. Nothing is fenced yet, so whoever trains now goes on meanwhile."""
+    assets = config.trainer.assets
+    if run.target is not None or not assets.fetch:
+        return config, run
+    try:
+        fetched = fetch_target(
+            config.producer, assets, expect=config.expect, without=attach.without, stopped=stopped
+        )
+    except NoAssets as error:
+        if config.trainer.function is None:
+            raise
+        logger.info("run.target is None: %s", error)
+        return config, structs.replace(run, partial=False)
+    expect = structs.replace(config.expect, stream_id=fetched.stream_id)
+    return structs.replace(config, expect=expect), run.with_target(fetched.directory.path)
 
 
 def _open_stream(
@@ -102,7 +141,7 @@ def _train(stream: HiddenStateStream, train: Train, run: TrainerRun, stop: Gentl
         _ = stream.descriptor
     except StreamClosed:
         if stop.asked:
-            return "stopped before any producer had granted the stream: nothing was trained"
+            return STOPPED_BEFORE
         raise
     try:
         train(stream, run)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from draftfeed_consumer.assets import AssetsConfig
 from draftfeed_consumer.buffer import BufferConfig
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.config import ConsumerConfig
@@ -38,6 +39,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "`[producer]`": ClientConfig,
     "`[buffer]`": BufferConfig,
     "`[trainer]`": TrainerConfig,
+    "`[trainer.assets]`:": AssetsConfig,
     "`[trainer.policy]`:": Policy,
     '`[trainer.options]` with `kind = "specforge"`': SpecForgeOptions,
 }

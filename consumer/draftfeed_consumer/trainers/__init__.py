@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from draftfeed_consumer.assets import AssetsConfig, is_partial
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.policy import Policy
 from draftfeed_proto.descriptor import Descriptor
@@ -55,7 +56,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Anyone's: "module:function", called as `function(stream, run)`."""
     target: Path | None = None
     """Model directory of the target: config, tokenizer, embedding and head are read from it.
-    "specforge" needs it; a function of your own may not."""
+    None: these come from the producers (`assets`)."""
+    assets: AssetsConfig = AssetsConfig()
     output_dir: Path
     threads: int = 1
     """Of torch."""
@@ -71,16 +73,24 @@ class TrainerRun(msgspec.Struct, frozen=True, kw_only=True):
 
     output_dir: Path
     target: Path | None
+    """None: there is none, or it is to be fetched."""
     options: dict[str, Any]
+    partial: bool = False
+    """The target comes from the producers: config, tokenizer, embedding, final norm and head, and
+    none of the blocks."""
     threads: int = 1
     policy: Policy = Policy()
 
     @property
     def target_dir(self) -> Path:
-        """Raises TrainerError when the configuration names no target."""
+        """Raises TrainerError when there is none."""
         if self.target is None:
             raise TrainerError("target is missing: the path of the target's model directory")
         return self.target
+
+    def with_target(self, directory: Path) -> "TrainerRun":
+        """Once its files have come."""
+        return msgspec.structs.replace(self, target=directory)
 
 
 class TrainResult(NamedTuple):
@@ -99,7 +109,8 @@ Train = Callable[[SampleStream, TrainerRun], Any]
 
 
 def load(config: TrainerConfig) -> tuple[Train, TrainerRun]:
-    """The training function and its arguments, checked as far as can be without a stream.
+    """The training function and its arguments, checked as far as can be without a stream, and
+    without what is still to be fetched: `TrainerRun.with_target` follows then.
 
     Raises TrainerError.
     """
@@ -116,6 +127,7 @@ def load(config: TrainerConfig) -> tuple[Train, TrainerRun]:
         output_dir=config.output_dir,
         target=config.target,
         options=config.options,
+        partial=is_partial(config.target) if config.target else config.assets.fetch,
         threads=config.threads,
         policy=config.policy,
     )
