@@ -13,6 +13,7 @@ from rich.console import Console
 
 from draftfeed_deploy.errors import ConfigError, OutputError
 from draftfeed_deploy.prepare_chats import KNOWN, encoded, line_of, without_response
+from draftfeed_deploy.prepare_layers import layers_of
 from draftfeed_deploy.prepare_report import FAULTS_KEPT, Fault, Report, distribution
 from draftfeed_deploy.prepare_rows import Row, rows
 from draftfeed_deploy.prepare_template import SWITCH, Thinking, probe
@@ -41,6 +42,8 @@ class Options(Struct, frozen=True, kw_only=True):
     sampling: SamplingConfig
     """In live mode its longest response has to fit beside the prompt."""
     quality: QualityConfig
+    drafter: Path | None = None
+    """Whose layers are looked up."""
 
 
 class Prepared(Struct, frozen=True):
@@ -60,7 +63,8 @@ class Preparation:
     """Reads a source once, from end to end. One thread uses it."""
 
     def __init__(self, options: Options, target: Target) -> None:
-        """Raises PromptError when no prompt could leave room for a response."""
+        """Raises PromptError when no prompt could leave room for a response, and what layers_of
+        raises."""
         self._options, self._target = options, target
         to_come = options.sampling.max_new_tokens if options.mode == "live" else 0
         limit = prompt_limit(options.prompts, target.max_positions, to_come)
@@ -79,6 +83,7 @@ class Preparation:
             mode=options.mode,
             thinking=options.thinking,
             max_tokens=limit,
+            layers=layers_of(options.drafter, target) if options.drafter else None,
             faults=[],
             columns_left_out={},
             degenerate={},

@@ -96,7 +96,9 @@ def _message(turn: Any, row: Table) -> Table:
     if message.get("role") in ROLES:
         message["role"] = ROLES[message["role"]]
     if message.get("tool_calls"):
-        message["tool_calls"] = [_call(call) for call in _list(message["tool_calls"], "tool_calls")]
+        calls = _list(message["tool_calls"], "tool_calls")
+        message["tool_calls"] = [_call(call) for call in calls]
+        message.setdefault("content", "")  # many templates read it without asking
     else:
         message.pop("tool_calls", None)
     return message
@@ -114,7 +116,7 @@ def _turn(turn: Mapping[str, Any]) -> Table:
         return {"role": ROLES[who], "content": text}
     calls = _json(text, who)
     calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "tool_calls": [_call(call) for call in calls]}
+    return {"role": "assistant", "content": "", "tool_calls": [_call(call) for call in calls]}
 
 
 def _call(call: Any) -> Table:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from msgspec import Struct
 
+from draftfeed_deploy.prepare_layers import Layers
 from draftfeed_deploy.prepare_template import Probe
 
 FAULTS_KEPT = 1000
@@ -58,6 +59,8 @@ class Report(Struct, kw_only=True):
     """Of responses, in prefill mode."""
     degenerate: dict[str, int] = {}
     """Responses by what is wrong with them, in prefill mode."""
+    layers: Layers | None = None
+    """Where a drafter was named."""
     probes: list[Probe] = []
     errors: list[str] = []
     """With any, nothing was written."""
@@ -112,6 +115,8 @@ def lines_of(report: Report) -> Iterator[str]:
     yield from _count_lines("loss mask", report.loss_mask_sums)
     for reason, count in report.degenerate.items():
         yield f"  responses  {count:,} {reason}"
+    if report.layers is not None:
+        yield f"  layers     of the drafter: {report.layers}"
     for probe in report.probes:
         yield f"  thinking {probe.thinking + ':':10}{_probe_words(probe)}"
 

@@ -72,6 +72,12 @@ def _add_prepare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="N",
         help="room for a response, as in [engine.sampling] (default: 512)",
     )
+    parser.add_argument(
+        "--drafter",
+        type=Path,
+        metavar="DIR",
+        help="also say which layers this drafter reads, from its config.json",
+    )
     _add_thresholds(parser)
     parser.set_defaults(command=_prepare)
 
@@ -126,6 +132,7 @@ def _prepare(arguments: argparse.Namespace, console: Console) -> int:
         prompts=build(prompts, PromptsConfig, "--max-prompt-tokens"),
         sampling=build(sampling, SamplingConfig, "--max-new-tokens"),
         quality=_thresholds(arguments.set),
+        drafter=arguments.drafter,
     )
     report = prepare(options, _target(arguments.target), console)
     _write_reports(report, arguments.out)

@@ -40,7 +40,7 @@ CLOSED = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n\n</think>
 """Its prompts end the thinking, whatever is asked for."""
 
 
-def make_target(path: Path, template: str) -> Path:
+def make_target(path: Path, template: str, **config_fields: Any) -> Path:
     """A directory that `load_target` takes; its weights are none."""
     tokenizer: Any = tiny_models.make_tokenizer(path)
     tokenizer.add_special_tokens({"additional_special_tokens": THINKING})
@@ -55,6 +55,7 @@ def make_target(path: Path, template: str) -> Path:
         **tiny_models.SIZES,
         "vocab_size": len(tokenizer),
         "max_position_embeddings": CONTEXT,
+        **config_fields,
     }
     (path / "config.json").write_text(json.dumps(config))
     (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")

@@ -105,7 +105,7 @@ def test_openai_and_sharegpt_with_tool_calls_become_prompts(
     assert second["messages"] == [
         {"role": "system", "content": "Be brief."},
         user("Weather in Rome?"),
-        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "12 degrees"},
     ]
     assert first["tools"] == second["tools"] == [WEATHER]
