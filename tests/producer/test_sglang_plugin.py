@@ -16,7 +16,7 @@ from draftfeed_producer.engines import SGLangConfig
 from draftfeed_producer.engines.sglang import plugin
 from draftfeed_producer.engines.sglang.engine import SGLangEngine
 from draftfeed_producer.engines.sglang.messages import VARIABLE
-from draftfeed_producer.errors import ModelError
+from draftfeed_producer.errors import EngineError, LayerIdError, ModelError
 from standin_engine import LAYER_IDS, make_target
 
 
@@ -101,6 +101,44 @@ def test_arguments_that_cannot_go_with_a_capture_are_refused(args: dict[str, Any
 def test_other_arguments_are_the_users():
     args = {"pp_size": 1, "enable_hierarchical_cache": False, "chunked_prefill_size": 512}
     assert msgspec.convert({"name": "sglang", "args": args}, SGLangConfig).args == args
+
+
+def test_the_final_state_before_the_norm_is_refused_and_says_what_to_do(tmp_path: Path):
+    """SGLang would start, and give the one after the norm under that name."""
+    target = make_target(tmp_path)
+    with pytest.raises(EngineError, match='after the norm only; set "postnorm"') as caught:
+        SGLangEngine(SGLangConfig(), target, LAYER_IDS, final="prenorm")
+    assert "\n" not in str(caught.value)
+    engine = SGLangEngine(SGLangConfig(), target, LAYER_IDS, final="postnorm")
+    assert engine.descriptor.layers == len(LAYER_IDS) + 1
+    engine.close()
+
+
+def test_the_last_block_is_refused_and_says_what_there_is_instead(tmp_path: Path):
+    """Asking for the last block."""
+    with pytest.raises(LayerIdError, match=r'with \[target\] final = "postnorm"'):
+        SGLangEngine(SGLangConfig(), make_target(tmp_path), (1, 6))
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [(None, "SGLang keeps no final state"), (torch.zeros(1, 8), r"torch\.Size\(\[1, 8\]\)")],
+    ids=["nothing", "of the last token only"],
+)
+def test_an_engine_that_keeps_no_final_state_of_each_token_is_an_error(
+    last: torch.Tensor | None, says: str
+):
+    """One row for each sequence, as engines keep it for sampling, would be a row too few; without
+    any the last layer of a row is what an earlier pass left there."""
+    capture = object.__new__(plugin._Capture)
+    capture._final, capture._by_slot = True, False
+    one = batch(
+        [plugin.rid_of(0)], extend=True, extend_seq_lens_cpu=[3], extend_prefix_lens_cpu=[0]
+    )
+    one.out_cache_loc_virtual = one.out_cache_loc = torch.arange(3)
+    one.input_ids = torch.arange(3)
+    with pytest.raises(AssertionError, match=says):
+        capture.take(torch.zeros(3, 16), last, one)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

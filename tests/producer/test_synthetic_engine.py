@@ -3,6 +3,7 @@ import threading
 import time
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from draftfeed_producer.engines.synthetic import (
 from draftfeed_producer.errors import LayerIdError
 from draftfeed_producer.tap.reference import to_wire
 from draftfeed_proto import codecs
+from draftfeed_proto.descriptor import Final
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.sample import Assembler, Sample, encode_chunks, header_of
 
@@ -196,6 +198,18 @@ def test_an_engine_runs_again_after_its_end():
     first, second = (list(engine.run(synthetic_prompts(SMALL))) for _ in range(2))
     assert all(same(a, b) for a, b in zip(first, second, strict=True))
     assert len(first) == 20
+
+
+@pytest.mark.parametrize("final", ["prenorm", "postnorm"])
+def test_a_final_state_is_one_more_layer(final: Final):
+    engine = make_engine(msgspec.structs.replace(SMALL, final=final))
+    samples = list(engine.run(synthetic_prompts(SMALL)))
+    assert engine.descriptor.final == final
+    layers = len(engine.descriptor.layer_ids) + 1
+    for sample in samples:
+        assert sample.hidden_states.shape[1] == engine.descriptor.layers == layers
+        assert len(sample.counters) == layers
+        assert (sample.hidden_states[:, -1] != 0).any(axis=1).all()
 
 
 def test_bad_layer_ids_are_refused():

@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+import tiny_models
 from draftfeed_producer.engines import SamplingConfig, TransformersConfig, make_engine
 from draftfeed_producer.engines.transformers import TransformersEngine, resolve_dtype
 from draftfeed_producer.errors import LayerIdError, ModelError
 from draftfeed_producer.target import TargetConfig, check_layer_ids, load_target, weights_digest
+from draftfeed_proto.descriptor import Final
+from draftfeed_proto.errors import LimitExceeded
 
 
 def load(path: Path, **config: object):
@@ -189,6 +193,37 @@ def test_make_engine_from_configuration_alone(tiny_qwen3: Path):
     engine = make_engine(config, TargetConfig(path=str(tiny_qwen3), layer_ids=(2, 5)))
     assert engine.descriptor.layer_ids == (2, 5)
     engine.close()
+
+
+@pytest.mark.parametrize("final", ["prenorm", "postnorm"])
+def test_the_final_state_is_asked_for_in_the_configuration(tiny_qwen3: Path, final: Final):
+    config = TransformersConfig(dtype="float32", sampling=SamplingConfig(max_new_tokens=2))
+    target = TargetConfig(path=str(tiny_qwen3), layer_ids=(2, 4), final=final)
+    engine = make_engine(config, target)
+    assert (engine.descriptor.final, engine.descriptor.layers) == (final, 3)
+    engine.close()
+
+
+def test_a_final_state_beside_as_many_layers_as_there_may_be_is_refused(tiny_qwen3: Path):
+    """No chunk could hold it: better than to find out with the first sample."""
+    target = load(tiny_qwen3)
+    target.text_config.num_hidden_layers = 70
+    assert target.descriptor(range(64)).layers == 64
+    with pytest.raises(LimitExceeded, match="is 65, the limit is 64"):
+        target.descriptor(range(64), "postnorm")
+
+
+def test_a_target_whose_final_norm_is_not_known_has_no_state_after_it(tmp_path: Path):
+    """GPT-NeoX calls it otherwise, and it is a LayerNorm."""
+    tiny_models.make_tokenizer(tmp_path)
+    config = GPTNeoXConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=4, **tiny_models.SIZES
+    )
+    GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    for_test, target = TransformersConfig(dtype="float32"), load(tmp_path)
+    with pytest.raises(ModelError, match='"prenorm" needs none'):
+        TransformersEngine(for_test, target, (1,), final="postnorm")
+    TransformersEngine(for_test, target, (1,), final="prenorm").close()
 
 
 def test_bfloat16_is_chosen_only_where_it_is_computed_in():

@@ -15,7 +15,7 @@ from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.listener import Listener, ServerConfig
 from draftfeed_producer.server import Server
 from draftfeed_producer.spool import Spool, SpoolConfig
-from draftfeed_proto.descriptor import Expectation
+from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from samples import DATASET, DESCRIPTOR, sample
 
@@ -33,19 +33,22 @@ class Producer:
         *,
         session_timeout_seconds: float = 0.3,
         target: Path | None = None,
+        descriptor: Descriptor = DESCRIPTOR,
         **spool: object,
     ) -> None:
         self._config = SpoolConfig(dir=directory, audit=True, **spool)  # type: ignore[arg-type]
         self._timeout_seconds, self._target = session_timeout_seconds, target
+        self._descriptor = descriptor
         self._start(bind)
 
     def _start(self, bind: str) -> None:
-        self.spool = Spool(self._config, DESCRIPTOR, Shards(DATASET, 0, (0, -(-PROMPTS // 16))))
+        shards = Shards(DATASET, 0, (0, -(-PROMPTS // 16)))
+        self.spool = Spool(self._config, self._descriptor, shards)
         listener = Listener(ServerConfig(bind=bind))
         self.address = listener.address
         delivery = Delivery.of(
             self.spool,
-            DESCRIPTOR,
+            self._descriptor,
             IdSet(SampleId(DATASET, 0, n // 16, n) for n in range(PROMPTS)),
             session_timeout_seconds=self._timeout_seconds,
             now=time.monotonic(),

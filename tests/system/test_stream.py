@@ -3,10 +3,13 @@
 import os
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+import torch
 
 from draftfeed_consumer.buffer import BufferConfig
+from draftfeed_consumer.collate import Collator
 from draftfeed_consumer.errors import (
     BufferTooSmall,
     ProducerClosing,
@@ -51,6 +54,28 @@ def test_every_sample_arrives_once_with_its_own_tensors(tmp_path: Path) -> None:
             stream.trained([item["id"]], step=len(seen))
     assert sorted(seen) == list(range(40))
     assert seen != sorted(seen)  # shuffled inside the window
+
+
+def test_the_final_state_arrives_beside_the_tapped_layers(tmp_path: Path) -> None:
+    """On the wire it is a layer; a trainer that takes all layers for its inputs must not get it."""
+    stream_of_two = msgspec.structs.replace(DESCRIPTOR, layer_ids=(1, 4), final="postnorm")
+    expect = Expectation(layer_ids=(1, 4), final="postnorm")
+    with (
+        producing(tmp_path / "spool", descriptor=stream_of_two) as producer,
+        consuming(producer.address, expect=expect) as stream,
+    ):
+        producer.generate(range(6))
+        producer.server.finish()
+        collate = Collator(stream.release, mode="pack", dtype=torch.float32)
+        batches = list(collate.batches(stream, samples=2))
+        assert stream.descriptor == stream_of_two
+        for step, batch in enumerate(batches):
+            made = [torch.from_numpy(sample(id.ordinal).hidden_states) for id in batch["ids"]]
+            assert "final_states" in batch
+            assert torch.equal(batch["hidden_states"][0], torch.cat(made)[:, :2].float())
+            assert torch.equal(batch["final_states"][0], torch.cat(made)[:, 2].float())
+            stream.trained(batch["ids"], step)
+    assert sorted(id.ordinal for batch in batches for id in batch["ids"]) == list(range(6))
 
 
 def test_last_sampled_token_is_a_label_without_a_row(tmp_path: Path) -> None:
@@ -153,6 +178,7 @@ def test_consumer_survives_a_restart_of_the_producer(tmp_path: Path) -> None:
     ("expect", "both"),
     [
         (Expectation(layer_ids=(2, 5, 8)), ("(2, 5, 8)", "(1, 4, 7)")),
+        (Expectation(final="postnorm"), ("'postnorm'", "'none'")),
         (Expectation(model="other"), ("'other'", "'tiny'")),
         (Expectation(hidden_size=5120), ("5120", "64")),
     ],
