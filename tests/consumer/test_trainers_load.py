@@ -1,11 +1,13 @@
 import importlib.metadata
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from draftfeed_consumer.assets import MANIFEST, AssetsConfig
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.trainers import TrainerConfig, TrainerRun, load, resolve, specforge
 
@@ -117,5 +119,31 @@ def test_resolve_gives_any_callable() -> None:
 
 
 def test_specforge_without_a_target_says_what_is_missing(tmp_path: Path) -> None:
+    assets = AssetsConfig(fetch=False)
     with pytest.raises(TrainerError, match="target is missing"):
-        load(TrainerConfig(kind="specforge", output_dir=tmp_path))
+        load(TrainerConfig(kind="specforge", output_dir=tmp_path, assets=assets))
+
+
+def test_a_target_that_is_still_to_be_fetched_is_not_missed(tmp_path: Path) -> None:
+    _, run = load(TrainerConfig(kind="specforge", output_dir=tmp_path))
+    assert run.target is None
+    assert run.partial
+    assert run.with_target(tmp_path).target_dir == tmp_path
+
+
+@pytest.mark.parametrize("fetched", [False, True], ids=["to be fetched", "in the cache"])
+def test_what_needs_more_of_the_target_than_producers_serve_is_refused(
+    fetched: bool, target: Path, tmp_path: Path
+) -> None:
+    """Symptom: a drafter that was to start from the target's blocks starts from random ones."""
+    copy = Path(shutil.copytree(target, tmp_path / "target"))
+    (copy / MANIFEST).write_text("{}")
+    settings = TrainerConfig(
+        kind="specforge",
+        target=copy if fetched else None,
+        output_dir=tmp_path,
+        options={"init": "target"},
+    )
+    with pytest.raises(TrainerError, match=r'options.init = "target" copies blocks') as caught:
+        load(settings)
+    assert "\n" not in str(caught.value)
