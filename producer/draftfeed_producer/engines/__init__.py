@@ -10,6 +10,7 @@ from draftfeed_producer.engines.config import (
     TransformersConfig,
 )
 from draftfeed_producer.engines.synthetic import SyntheticConfig, SyntheticEngine
+from draftfeed_producer.engines.trial import Trial
 from draftfeed_producer.errors import MissingPackageError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import TargetConfig, load_target
@@ -85,8 +86,10 @@ def make_engine(
     config: EngineConfig,
     target: TargetConfig | None = None,
     capture: CaptureConfig = CaptureConfig(),  # noqa: B008 - frozen
+    trial: Trial | None = None,
 ) -> Engine:
     """Loads what the engine needs; the synthetic one has no target, and nothing to capture.
+    trial: to measure it.
 
     Raises ModelError, LayerIdError, LimitExceeded, EngineError, MissingPackageError.
     """
@@ -96,9 +99,11 @@ def make_engine(
     if isinstance(config, SGLangConfig):
         from draftfeed_producer.engines.sglang.engine import SGLangEngine
 
-        return SGLangEngine(config, load_target(target), target.layer_ids, capture, target.final)
+        loaded = load_target(target)
+        return SGLangEngine(config, loaded, target.layer_ids, capture, target.final, trial)
     try:
         from draftfeed_producer.engines.transformers import TransformersEngine
     except ImportError:
         raise MissingPackageError("torch or transformers", "transformers") from None
-    return TransformersEngine(config, load_target(target), target.layer_ids, capture, target.final)
+    loaded = load_target(target)
+    return TransformersEngine(config, loaded, target.layer_ids, capture, target.final, trial)

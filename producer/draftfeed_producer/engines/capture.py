@@ -89,12 +89,16 @@ class BlockTap:
         totals = self._counters[self._places(sequence, n)].sum(0).tolist()
         return tuple(LayerCounters(*layer) for layer in totals)
 
-    def close(self) -> None:
-        """Lets go of the model's blocks and of all rows."""
-        self._blocks = ()
-        self._ring.close()
+    def forget(self) -> None:
+        """Lets go of all rows, and of the memory that the next batch would have reused."""
         for name in ("_packed", "_rows", "_counters", "_filled"):
             setattr(self, name, getattr(self, name)[:0].clone())
+
+    def close(self) -> None:
+        """Lets go of the model's blocks, too."""
+        self._blocks = ()
+        self._ring.close()
+        self.forget()
 
     def _places(self, sequence: int, n: int) -> slice:
         first = sequence * self._span
@@ -171,3 +175,41 @@ class BlockTap:
         position = torch.arange(self._column, self._column + columns) + self._shift
         wanted = (position >= 0) & (position < self._end) & ~self.finished[:, None]
         return torch.where(wanted, self._base + position, -1).flatten()
+
+
+class NoTap:
+    """In the place of a `BlockTap` where nothing is captured: no hooks, and rows of no layers."""
+
+    captured = 0
+
+    def __init__(self, device: torch.device, hidden: int) -> None:
+        self._device, self._hidden = device, hidden
+
+    def begin(self, lengths: Sequence[int], max_new_tokens: int) -> None:
+        self.finished = torch.zeros(len(lengths), dtype=torch.bool)
+
+    def begin_given(self, lengths: Sequence[int]) -> None:
+        self.begin(lengths, 0)
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Behind the block what was launched in it is done, as it is where rows are waited for."""
+        yield
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def missing(self, sequence: int, n: int) -> int:
+        return 0
+
+    def rows(self, sequence: int, n: int) -> np.ndarray:
+        """float16 [n, 0, H]"""
+        return np.empty((n, 0, self._hidden), np.float16)
+
+    def counters(self, sequence: int, n: int) -> tuple[LayerCounters, ...]:
+        return ()
+
+    def forget(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

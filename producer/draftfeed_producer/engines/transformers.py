@@ -1,10 +1,13 @@
 """The transformers engine: captures batches, while generating or in one pass."""
 
+import copy
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from draftfeed_producer.engines.capture import BlockTap
+from draftfeed_producer.engines.capture import BlockTap, NoTap
 from draftfeed_producer.engines.config import CaptureConfig, TransformersConfig
 from draftfeed_producer.engines.sampling import SeededSampler
+from draftfeed_producer.engines.trial import Progress, Trial
 from draftfeed_producer.errors import CaptureError, ModelError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.tap.ring import for_device, make_ring
@@ -61,6 +65,7 @@ class TransformersEngine:
         layer_ids: Sequence[int] | None = None,
         capture: CaptureConfig = CaptureConfig(),  # noqa: B008 - frozen
         final: Final = "none",
+        trial: Trial | None = None,
     ) -> None:
         """Loads the weights. Raises LayerIdError, LimitExceeded, ModelError."""
         self.descriptor = target.descriptor(layer_ids, final)
@@ -70,14 +75,12 @@ class TransformersEngine:
         self._given = capture.mode == "prefill"
         self._staged_rows = capture.staging_bytes // self.descriptor.row_bytes()
         self._model: Any = _load_model(config, target.path)
-        blocks = decoder_blocks(self._model, target)
-        tapped = [blocks[k] for k in self.descriptor.layer_ids]
-        if final != "none":
-            tapped.append(blocks[-1] if final == "prenorm" else _final_norm(self._model, target))
-        ring = make_ring(*for_device(self._model.device), len(tapped), self.descriptor.hidden_size)
-        self._tap = BlockTap(tapped, ring)
-        ends = {*end_tokens(target), *config.sampling.stop_token_ids}
+        self._tap: BlockTap | NoTap = self._no_tap()
+        if trial is None or trial.captures:
+            self._tap = self._block_tap(target, final)
+        ends = {*end_tokens(target), *config.sampling.stop_token_ids} if trial is None else set()
         self._end_tokens = torch.tensor(sorted(ends), dtype=torch.int64)
+        self._progress = None if trial is None else trial.progress
         self._model.generation_config = _generation_config(config, target, self._end_tokens)
         self._stopped = threading.Event()
 
@@ -111,6 +114,28 @@ class TransformersEngine:
         self.stop()
         self._model = None
         self._tap.close()
+
+    def uncaptured(self) -> "TransformersEngine":
+        """Around the same weights, one that captures nothing: both can be measured in turns."""
+        other = copy.copy(self)
+        other._tap = self._no_tap()
+        return other
+
+    def forget(self) -> None:
+        """Frees the memory for rows, which is otherwise kept for the next batch."""
+        self._tap.forget()
+
+    def _no_tap(self) -> NoTap:
+        return NoTap(self._model.device, self.descriptor.hidden_size)
+
+    def _block_tap(self, target: Target, final: Final) -> BlockTap:
+        """Raises ModelError."""
+        blocks = decoder_blocks(self._model, target)
+        tapped = [blocks[k] for k in self.descriptor.layer_ids]
+        if final != "none":
+            tapped.append(blocks[-1] if final == "prenorm" else _final_norm(self._model, target))
+        ring = make_ring(*for_device(self._model.device), len(tapped), self.descriptor.hidden_size)
+        return BlockTap(tapped, ring)
 
     def _batches(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
         """In parts whose rows there is memory for, all to be generated or none."""
@@ -152,6 +177,7 @@ class TransformersEngine:
             # No mask: nothing looks ahead, so what stands behind a sequence changes none of its
             # rows. And no head: logits of a whole sequence would be larger than all the rest.
             self._model.get_decoder()(input_ids.to(self._model.device), use_cache=False)
+        _tell(self._progress, batch, 1)
         for sequence, prompt in enumerate(batch):
             assert prompt.response_ids is not None
             response = _Response(prompt.response_ids, prompt.finish_reason or "unknown")
@@ -166,7 +192,7 @@ class TransformersEngine:
                 input_ids.to(self._model.device),
                 attention_mask=attention_mask.to(self._model.device),
                 logits_processor=self._processors(batch),
-                stopping_criteria=StoppingCriteriaList([self._watch()]),
+                stopping_criteria=StoppingCriteriaList([self._watch(batch)]),
             )
         responses = sequences[:, max(lengths) :].cpu().numpy()
         for sequence, prompt in enumerate(batch):
@@ -183,8 +209,9 @@ class TransformersEngine:
             [] if greedy else [SeededSampler(sampling, [prompt.id for prompt in batch])]
         )
 
-    def _watch(self) -> "_Watch":
-        return _Watch(self._end_tokens, self._tap.finished, self._stopped)
+    def _watch(self, batch: list[Prompt]) -> "_Watch":
+        told = partial(_tell, self._progress, batch)
+        return _Watch(self._end_tokens, self._tap.finished, self._stopped, told)
 
     def _response(self, generated: np.ndarray) -> _Response:
         ends = np.isin(generated, self._end_tokens.numpy())
@@ -219,15 +246,32 @@ class TransformersEngine:
 class _Watch:
     """Stopping criterion: tells the tap which sequences have ended, and ends all on `stop()`."""
 
-    def __init__(self, end_tokens: Tensor, finished: Tensor, stopped: threading.Event) -> None:
+    def __init__(
+        self,
+        end_tokens: Tensor,
+        finished: Tensor,
+        stopped: threading.Event,
+        told: Callable[[int], None],
+    ) -> None:
+        """told: called with how many tokens each response has, once they are known."""
         self._end_tokens, self._finished, self._stopped = end_tokens, finished, stopped
+        self._told, self._tokens = told, 0
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self._finished |= torch.isin(input_ids[:, -1].cpu(), self._end_tokens)
+        self._tokens += 1
+        self._told(self._tokens)
         done = self._finished
         if self._stopped.is_set():
             done = torch.ones_like(done)
         return done.to(input_ids.device)
+
+
+def _tell(progress: Progress | None, batch: list[Prompt], tokens: int) -> None:
+    if progress is not None:
+        now = time.monotonic()
+        for prompt in batch:
+            progress(prompt.id, tokens, now)
 
 
 def decoder_blocks(model: Any, target: Target) -> nn.ModuleList:

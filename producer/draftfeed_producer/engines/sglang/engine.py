@@ -9,12 +9,13 @@ import numpy as np
 
 from draftfeed_producer.engines.config import CaptureConfig, SGLangConfig
 from draftfeed_producer.engines.seeds import sample_seed
-from draftfeed_producer.engines.sglang.messages import Finished, Response, Start
+from draftfeed_producer.engines.sglang.messages import Finished, Progress, Response, Start
 from draftfeed_producer.engines.sglang.process import Died
 from draftfeed_producer.engines.sglang.requests import Faults, GiveUp, Lost, Peekable, Request
 from draftfeed_producer.engines.sglang.rows import Collected
 from draftfeed_producer.engines.sglang.slabs import SlabShape
 from draftfeed_producer.engines.sglang.supervisor import Supervisor
+from draftfeed_producer.engines.trial import Trial
 from draftfeed_producer.errors import CaptureError, EngineError, LayerIdError, ModelError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import Target, end_tokens
@@ -44,6 +45,7 @@ class SGLangEngine:
         layer_ids: Sequence[int] | None = None,
         capture: CaptureConfig | None = None,
         final: Final = "none",
+        trial: Trial | None = None,
     ) -> None:
         """Raises LayerIdError, LimitExceeded, ModelError, EngineError."""
         self.descriptor = target.descriptor(layer_ids, final)
@@ -51,11 +53,19 @@ class SGLangEngine:
         self._config = config
         self._capture = capture or CaptureConfig()
         self._row_bytes = self.descriptor.row_bytes()
+        self._trial = trial
+        captures = trial is None or trial.captures
         self._sampling = _sampling(config, target)
+        if trial is not None:
+            self._sampling["ignore_eos"] = True
         _check(config, target, self.descriptor)
         self._engine = Supervisor(
             config.python,
-            Start(args=self._arguments(target), known_versions=KNOWN_VERSIONS),
+            Start(
+                args=self._arguments(target, captures),
+                known_versions=KNOWN_VERSIONS,
+                captures=captures,
+            ),
             _slab_shape(config.ring_bytes, self.descriptor),
             by_slot=self._capture.prefix_cache,
             final=final != "none",
@@ -78,6 +88,15 @@ class SGLangEngine:
     def max_rows(self, prompt_tokens: int) -> int:
         """See `Engine.max_rows`. The last token is sampled, or given, and never fed."""
         return prompt_tokens + self._to_come - 1
+
+    @property
+    def session(self) -> int | None:
+        """The session that the engine's processes are in. None: it is not running."""
+        return self._engine.session
+
+    @property
+    def _captures(self) -> bool:
+        return self._trial is None or self._trial.captures
 
     @property
     def _to_come(self) -> int:
@@ -156,11 +175,18 @@ class SGLangEngine:
         return rows * self._row_bytes <= self._capture.staging_bytes
 
     def _submit(self, request: Request) -> None:
-        request.response, request.finished = None, False
+        # Without a capture nobody tells that all rows are there.
+        request.response, request.finished = None, not self._captures
         sampling = self._sampling_of(request.prompt)
         # A row that is missing is missing for everyone who finds its token in the prefix cache.
-        uncached = request.tries > 1
-        handle = self._engine.submit(request.fed, request.most_rows, sampling, uncached=uncached)
+        watched = self._trial is not None
+        handle = self._engine.submit(
+            request.fed,
+            request.most_rows,
+            sampling,
+            uncached=request.tries > 1 or watched,
+            watched=watched,
+        )
         self._requests[handle] = request
 
     def _sampling_of(self, prompt: Prompt) -> dict[str, Any]:
@@ -191,6 +217,10 @@ class SGLangEngine:
         match self._engine.next_event():
             case Died(reason):
                 self._start_again(reason)
+            case Progress() as progress if progress.handle in self._requests:
+                assert self._trial is not None
+                id = self._requests[progress.handle].prompt.id
+                self._trial.progress(id, progress.tokens, progress.at)
             case Response() as response if response.handle in self._requests:
                 self._requests[response.handle].response = response
                 self._requests[response.handle].answered_at = time.monotonic()
@@ -294,7 +324,7 @@ class SGLangEngine:
             sampling=self._config.sampling.record() if generated else {},
         )
 
-    def _arguments(self, target: Target) -> dict[str, Any]:
+    def _arguments(self, target: Target, captures: bool = True) -> dict[str, Any]:
         """Of `sgl.Engine`."""
         config = self._config
         arguments: dict[str, Any] = {
@@ -306,11 +336,12 @@ class SGLangEngine:
             "dtype": config.dtype,
             "random_seed": config.sampling.seed,
             "disable_radix_cache": not self._capture.prefix_cache,
-            # Names the convention of the layer ids; no drafter is loaded.
-            "speculative_algorithm": "DFLASH",
-            "enable_return_aux_hidden_states": True,
-            "return_aux_hidden_state_layer_ids": list(self.descriptor.layer_ids),
         }
+        if captures:
+            # Names the convention of the layer ids; no drafter is loaded.
+            arguments["speculative_algorithm"] = "DFLASH"
+            arguments["enable_return_aux_hidden_states"] = True
+            arguments["return_aux_hidden_state_layer_ids"] = list(self.descriptor.layer_ids)
         if config.memory_fraction is not None:
             arguments["mem_fraction_static"] = config.memory_fraction
         return {**arguments, **config.args}

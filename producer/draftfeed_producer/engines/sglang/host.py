@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,16 @@ from draftfeed_producer.engines.sglang import messages, plugin
 from draftfeed_producer.engines.sglang.messages import (
     Abort,
     Failed,
+    Progress,
     Quit,
     Response,
     Start,
     Started,
     Submit,
 )
+
+_WATCHED_TOKENS = 8
+"""Of a response, between two words of its progress: fewer, and the host would be busy with them."""
 
 
 def main(commands_address: str, told_address: str) -> None:
@@ -89,12 +94,7 @@ class _Host:
 
     async def _generate(self, submit: Submit) -> None:
         try:
-            out = await self._engine.async_generate(
-                input_ids=submit.input_ids,
-                sampling_params=submit.sampling,
-                rid=plugin.rid_of(submit.handle),
-                cache_salt=plugin.rid_of(submit.handle) if submit.uncached else None,
-            )
+            out = await (self._watch(submit) if submit.watched else self._start(submit))
             response = _response(submit.handle, out)
         except Exception as error:  # noqa: BLE001
             # A request that SGLang does not take is that request's trouble.
@@ -102,6 +102,27 @@ class _Host:
                 handle=submit.handle, output_ids=[], finish_reason="abort", error=_one_line(error)
             )
         self._told.send(messages.encode(response))
+
+    def _start(self, submit: Submit, **options: Any) -> Any:
+        return self._engine.async_generate(
+            input_ids=submit.input_ids,
+            rid=plugin.rid_of(submit.handle),
+            cache_salt=plugin.rid_of(submit.handle) if submit.uncached else None,
+            **{"sampling_params": submit.sampling, **options},
+        )
+
+    async def _watch(self, submit: Submit) -> dict[str, Any]:
+        """The last of its parts, with all tokens, where parts have those that are new only."""
+        sampling = {**submit.sampling, "stream_interval": _WATCHED_TOKENS}
+        ids: list[int] = []
+        out: dict[str, Any] = {}
+        async for out in await self._start(submit, sampling_params=sampling, stream=True):
+            now = time.monotonic()
+            tokens, new = out["meta_info"]["completion_tokens"], list(out["output_ids"])
+            ids = new if len(new) == tokens else [*ids, *new]
+            progress = Progress(handle=submit.handle, tokens=tokens, at=now)
+            self._told.send(messages.encode(progress))
+        return {**out, "output_ids": ids}
 
 
 def _start_engine(start: Start) -> tuple[Any, str]:
@@ -114,7 +135,8 @@ def _start_engine(start: Start) -> tuple[Any, str]:
             f"SGLang is {version}; the capture is written for {known}, whose functions it hooks"
         )
     engine = sglang.Engine(**start.args)
-    _check_plugin()
+    if start.captures:
+        _check_plugin()
     return engine, version
 
 

@@ -37,6 +37,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     args: dict[str, Any]
     """Of `sgl.Engine`."""
     known_versions: tuple[str, ...]
+    captures: bool = True
+    """Without, the plugin is not told what it needs, and does nothing."""
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -45,6 +47,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: dict[str, Any]
     uncached: bool = False
     """It finds nothing in the prefix cache, and nobody finds what it leaves there."""
+    watched: bool = False
+    """`Progress` of it is wanted."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -82,6 +86,15 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """With abort."""
 
 
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Host: the response has so many tokens, which is told of the first and of the last, too."""
+
+    handle: int
+    tokens: int
+    at: float
+    """`time.monotonic()`, the same for all processes of a machine."""
+
+
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Plugin: it saw a forward pass."""
 
@@ -117,7 +130,7 @@ class Freed(msgspec.Struct, frozen=True, tag=True):
 
 
 Command = Submit | Abort | Quit
-Told = Started | Failed | Response | Attached | Copied | Finished
+Told = Started | Failed | Response | Progress | Attached | Copied | Finished
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

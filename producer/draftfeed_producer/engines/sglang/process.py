@@ -156,7 +156,9 @@ class HostProcess:
         ends the engine when it is done with it. Raises EngineError."""
         command = [python, "-m", _HOST, self._address("commands"), self._address("told")]
         environment = {**_ENVIRONMENT, **os.environ}
-        environment[VARIABLE] = msgspec.json.encode(settings).decode()
+        environment.pop(VARIABLE, None)
+        if start.captures:
+            environment[VARIABLE] = msgspec.json.encode(settings).decode()
         try:
             process = subprocess.Popen(
                 command,

@@ -112,6 +112,28 @@ class _Request:
         self.tokens[at] = arrived.tokens[run]
 
 
+class NoRows:
+    """Where nothing is captured: rows of no layers."""
+
+    def __init__(self, hidden: int) -> None:
+        self._hidden = hidden
+
+    def open(self, handle: int, most_rows: int) -> None:
+        pass
+
+    def put(self, arrived: Arrived) -> None:
+        pass
+
+    def finish(self, handle: int, kv_slots: np.ndarray) -> None:
+        pass
+
+    def collect(self, handle: int, fed: np.ndarray) -> Collected | int:
+        return Collected(np.empty((len(fed), 0, self._hidden), np.float16), ())
+
+    def drop(self, handle: int) -> None:
+        pass
+
+
 class _Taken(NamedTuple):
     rows: np.ndarray
     counters: np.ndarray

@@ -13,6 +13,7 @@ from draftfeed_producer.engines.sglang.messages import (
     Attached,
     Failed,
     Finished,
+    Progress,
     Response,
     Start,
     Started,
@@ -22,6 +23,7 @@ from draftfeed_producer.engines.sglang.messages import (
 from draftfeed_producer.engines.sglang.process import Died, HostProcess
 from draftfeed_producer.engines.sglang.rows import (
     Arrived,
+    NoRows,
     PositionRows,
     RowStore,
     SlotRows,
@@ -37,7 +39,7 @@ MOST_DEATHS = 3
 _HOOK_SECONDS = 30.0
 _POLL_SECONDS = 0.2
 
-Event = Response | Finished | Died
+Event = Response | Progress | Finished | Died
 """Died: whatever was submitted before is lost."""
 
 
@@ -74,14 +76,29 @@ class Supervisor:
         """Rows that came, those of requests that were given up included."""
         self.starting = False
 
+    @property
+    def session(self) -> int | None:
+        """Of the engine's processes: the id of their host. None: it is not running."""
+        return None if self._host is None else self._host.pid
+
     def submit(
-        self, fed: list[int], most_rows: int, sampling: dict[str, Any], *, uncached: bool = False
+        self,
+        fed: list[int],
+        most_rows: int,
+        sampling: dict[str, Any],
+        *,
+        uncached: bool = False,
+        watched: bool = False,
     ) -> int:
         """Its handle. The engine must have been started."""
         assert self._host is not None
         handle = next(self._handles)
         self.rows.open(handle, most_rows)
-        self._host.send(Submit(handle=handle, input_ids=fed, sampling=sampling, uncached=uncached))
+        self._host.send(
+            Submit(
+                handle=handle, input_ids=fed, sampling=sampling, uncached=uncached, watched=watched
+            )
+        )
         return handle
 
     def abort_all(self) -> None:
@@ -117,7 +134,7 @@ class Supervisor:
         logger.info("starting SGLang, process %d", self._host.pid)
         deadline = time.monotonic() + self._start_timeout_seconds
         if (started := self._await_start(deadline)) is not None:
-            if self._by_slot:
+            if self._by_slot and self._start_command.captures:
                 check_memory(started.kv_tokens, self._slabs.layers, self._slabs.hidden)
             self._check_room(started)
             self._try_hook(deadline)
@@ -179,6 +196,8 @@ class Supervisor:
         self.captured += len(arrived.handles)
 
     def _no_rows(self) -> RowStore:
+        if not self._start_command.captures:
+            return NoRows(self._slabs.hidden)
         store = SlotRows if self._by_slot else PositionRows
         return store(self._slabs.layers, self._slabs.hidden)
 
@@ -244,7 +263,7 @@ class Supervisor:
     def _await_first(self, deadline: float) -> tuple[Response | None, bool]:
         """The response, and whether its rows are said to be there. Raises EngineError."""
         response: Response | None = None
-        finished = False
+        finished = not self._start_command.captures
         while not self._interrupted and not (response and finished):
             match self._next(_POLL_SECONDS):
                 case Response() as answer:
