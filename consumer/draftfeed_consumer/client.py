@@ -86,6 +86,7 @@ class Client:
         """Plain: a signal handler may set it while its thread holds any lock."""
         self._at_work_changed = False
         self._failed = False
+        self._turned_at = time.monotonic()
         self._finished = False
         """The producers have everything they need from us."""
         self.checkpoint_wanted = threading.Event()
@@ -175,6 +176,7 @@ class Client:
         return self._counts._replace(
             attached=bool(must) and self.granted.is_set() and all(p.attached for p in must),
             link_down_seconds=max((p.link_down_seconds for p in producers), default=0.0),
+            turn_seconds=time.monotonic() - self._turned_at,
             producers=producers,
         )
 
@@ -190,6 +192,7 @@ class Client:
                 term=peer.term,
                 offers=len(session.offers) if (session := peer.reception) else 0,
                 granted_bytes=peer.granted_bytes,
+                wire_bytes=self._lines[peer.address].wire_bytes,
                 link_down_seconds=self._lines[peer.address].down_seconds(now),
             )
             for peer in self._member.peers
@@ -227,6 +230,7 @@ class Client:
     def _serve(self, context: "zmq.Context[zmq.Socket[bytes]]", member: Membership) -> None:
         try:
             while not (self._closing.is_set() or self._finished):
+                self._turned_at = time.monotonic()
                 self._connect(context, member)
                 self._wait()
                 for line in self._lines.values():
@@ -279,7 +283,7 @@ class Client:
             for _ in range(MESSAGES_AT_ONCE):
                 if line.link is None or (got := line.link.receive()) is None:
                     break
-                self._count(*got)
+                self._count(line, *got)
                 self._perform(member.received(line.address, got[0], got[1]))
             if line.link is not None and line.link.check() and not line.linked:
                 line.up(time.monotonic())
@@ -290,7 +294,10 @@ class Client:
             logger.info("attached to %s, term %d", line.address, member.peer(line.address).term)
             line.attach(time.monotonic())
 
-    def _count(self, _: m.FromProducer, frame: memoryview | None, wire_bytes: int) -> None:
+    def _count(
+        self, line: Line, _: m.FromProducer, frame: memoryview | None, wire_bytes: int
+    ) -> None:
+        line.wire_bytes += wire_bytes
         counts = self._counts
         self._counts = counts._replace(
             encoded_bytes=counts.encoded_bytes + (len(frame) if frame else 0),

@@ -181,6 +181,12 @@ class Ledger:
             return bool((self._trained - self._committed).to_wire())
 
     @property
+    def uncommitted_count(self) -> int:
+        """Samples that such a checkpoint would add."""
+        with self._lock:
+            return len(self._trained - self._committed)
+
+    @property
     def held_count(self) -> int:
         return len(self._held)
 

@@ -26,6 +26,8 @@ class Line:
         """The handshake was seen."""
         self.was_attached = False
         self.attached = False
+        self.wire_bytes = 0
+        """Read from its links."""
         self.reason = "not tried yet"
         """Why there is no link."""
         self._closing_reason: str | None = None

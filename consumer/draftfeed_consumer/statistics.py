@@ -14,6 +14,8 @@ class ProducerStatistics(NamedTuple):
     """Samples it has ready and there is no room for."""
     granted_bytes: int
     """Decoded, asked for since the process began."""
+    wire_bytes: int
+    """Read from its sockets."""
     link_down_seconds: float
 
 
@@ -28,4 +30,6 @@ class ClientStatistics(NamedTuple):
     wire_bytes: int
     link_down_seconds: float
     """Of the producer that was away longest."""
+    turn_seconds: float = 0.0
+    """Since the client's loop last came round; more than a few say that it hangs."""
     producers: tuple[ProducerStatistics, ...] = ()

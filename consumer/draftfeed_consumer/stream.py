@@ -43,6 +43,8 @@ class StreamStatistics(NamedTuple):
     buffer: BufferStatistics
     held: int
     trained: int
+    uncommitted: int
+    """Trained, and in no durable checkpoint."""
     rejected: int
     step: int
     metrics: dict[str, float]
@@ -128,6 +130,11 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         )
         addresses = self._config.producer.addresses
         return Membership(addresses, identity, self._buffer, self._ledger, options, self._workers)
+
+    @property
+    def known_descriptor(self) -> Descriptor | None:
+        """Without waiting for it."""
+        return self._client.descriptor
 
     @property
     def descriptor(self) -> Descriptor:
@@ -359,6 +366,7 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
             self._buffer.statistics(),
             self._ledger.held_count,
             self._ledger.trained_count,
+            self._ledger.uncommitted_count,
             self._rejected,
             self._step,
             self._metrics,

@@ -24,7 +24,7 @@ from draftfeed_deploy import (
 )
 
 if TYPE_CHECKING:
-    from draftfeed_consumer.config import ConsumerConfig
+    from draftfeed_deploy.consumer_file import ConsumerFile
     from draftfeed_producer.config import ProducerConfig
 
 DEMO_PROMPTS = 200
@@ -107,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _producer(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy import config
     from draftfeed_deploy.producer import run_producer
-    from draftfeed_producer.config import ProducerConfig
+    from draftfeed_deploy.producer_file import ProducerFile
 
     skip_bad = ["prompts.skip_bad=true"] if arguments.skip_bad else []
-    loaded = config.load(arguments.config, ProducerConfig, [*arguments.set, *skip_bad])
+    loaded = config.load(arguments.config, ProducerFile, [*arguments.set, *skip_bad])
     if arguments.check:
         return _check_producer(loaded, str(arguments.config), console)
     done = run_producer(loaded, arguments.run_dir, console)
@@ -148,11 +148,11 @@ def _consumer(arguments: argparse.Namespace, console: Console) -> int:
     return exits.DONE
 
 
-def _consumer_config(arguments: argparse.Namespace) -> "ConsumerConfig":
-    from draftfeed_consumer.config import ConsumerConfig
+def _consumer_config(arguments: argparse.Namespace) -> "ConsumerFile":
     from draftfeed_deploy import config
+    from draftfeed_deploy.consumer_file import ConsumerFile
 
-    return config.load(arguments.config, ConsumerConfig, arguments.set)
+    return config.load(arguments.config, ConsumerFile, arguments.set)
 
 
 def _drain(arguments: argparse.Namespace, console: Console) -> int:

@@ -1,5 +1,6 @@
 """`draftfeed consumer`: the consumer and its trainer in the foreground."""
 
+import importlib.metadata
 import logging
 import time
 from collections.abc import Callable
@@ -20,11 +21,14 @@ from draftfeed_consumer.stream import HiddenStateStream, check_without
 from draftfeed_consumer.trainers import Train, TrainerRun
 from draftfeed_consumer.trainers import load as load_trainer
 from draftfeed_deploy import exits
+from draftfeed_deploy.consumer_file import ConsumerFile
 from draftfeed_deploy.drain import Claim, claimed
 from draftfeed_deploy.errors import CommitUnknown, ConfigError
 from draftfeed_deploy.foreground import GentleStop, interrupt, on_signal, open_log, watched
+from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.records import ConsumerSnapshot, ReceivedSample, Step
+from draftfeed_deploy.status import Pages, Probe, Status, loop_probe
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
@@ -37,7 +41,7 @@ COMMIT_SECONDS = 30.0
 
 
 def run_consumer(
-    config: ConsumerConfig,
+    config: ConsumerFile,
     run_dir: Path | None,
     console: Console,
     attach: Attach = Attach(),  # noqa: B008 - frozen
@@ -45,8 +49,8 @@ def run_consumer(
     """Returns when the trainer has, at the end of the samples or after a signal, and the producers
     know its last checkpoint. One of several ranks writes into a directory of its own in `run_dir`.
 
-    Raises ConsumerError, CommitUnknown, OutputError, DirectoryInUse, and KeyboardInterrupt after a
-    second signal or when a drain takes too long.
+    Raises ConsumerError, CommitUnknown, OutputError, DirectoryInUse, StatusBindError, and
+    KeyboardInterrupt after a second signal or when a drain takes too long.
     """
     keep_chunks_mapped()
     train, run = load_trainer(config.trainer)
@@ -57,6 +61,7 @@ def run_consumer(
         if ranks is not None:  # panels would overwrite each other, and lines get mixed up
             run_dir = run_dir and run_dir / f"rank{ranks.rank}"
             console = Console(file=console.file, force_terminal=False)
+        status = stack.enter_context(Status(config.status, ranks.rank if ranks else 0))
         claim = None
         if ranks is None or ranks.leader:
             claim = stack.enter_context(claimed(run.output_dir, takeover=attach.takeover))
@@ -69,14 +74,15 @@ def run_consumer(
         # Before anything can be said of us that makes somebody end us.
         with GentleStop(drain, config.trainer.drain_seconds) as stop, on_signal(stop.begin):
             try:
-                config, run = _with_target(config, run, attach, lambda: stop.asked)
+                wanted, run = _with_target(config, run, attach, lambda: stop.asked)
             except StreamClosed:
                 _finish(STOPPED_BEFORE, claim)
                 return
-            stream = _open_stream(stack, config, run_dir, attach, ranks)
+            stream = _open_stream(stack, wanted, run_dir, attach, ranks)
             streams.append(stream)
             if stop.asked:
                 stream.drain()
+            status.show(_pages(stream))
             stack.enter_context(
                 watched("consumer", lambda: consumer_snapshot(stream), run_dir, console)
             )
@@ -162,6 +168,20 @@ def _finish(words: str, claim: Claim | None) -> None:
         claim.code, claim.words = exits.DONE, words
 
 
+def _pages(stream: HiddenStateStream) -> Pages:
+    def identity() -> Identity:
+        return Identity(importlib.metadata.version("draftfeed"), stream.known_descriptor)
+
+    def healthy() -> Probe:
+        return loop_probe("client", stream.statistics().client.turn_seconds)
+
+    def ready() -> Probe:
+        attached = stream.statistics().client.attached
+        return Probe(attached, "attached" if attached else "waiting for the producer")
+
+    return Pages(registry(lambda: consumer_snapshot(stream), identity), healthy, ready)
+
+
 def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
     statistics = stream.statistics()
     client, buffer = statistics.client, statistics.buffer
@@ -176,10 +196,13 @@ def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
         logical_bytes=client.logical_bytes,
         encoded_bytes=client.encoded_bytes,
         wire_bytes=client.wire_bytes,
+        received_bytes={producer.address: producer.wire_bytes for producer in client.producers},
+        offered={producer.address: producer.offers for producer in client.producers},
         buffer_bytes=buffer.bytes,
         buffer_capacity_bytes=buffer.capacity_bytes,
         held=statistics.held,
         trained=statistics.trained,
+        uncommitted=statistics.uncommitted,
         rejected=statistics.rejected,
         step=statistics.step,
         loss=statistics.metrics.get("loss"),

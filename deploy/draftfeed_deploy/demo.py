@@ -10,16 +10,17 @@ from typing import Literal, NamedTuple
 import msgspec
 from rich.console import Console
 
-from draftfeed_consumer.config import ConsumerConfig
 from draftfeed_consumer.ledger import parse
 from draftfeed_consumer.trainers.dflash import read_state
 from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_deploy import packages, smollm2
 from draftfeed_deploy.accounts import read_spool
 from draftfeed_deploy.config import load
+from draftfeed_deploy.consumer_file import ConsumerFile
 from draftfeed_deploy.errors import DemoError, OutputError
 from draftfeed_deploy.evaluation import evaluate
 from draftfeed_deploy.foreground import phase
+from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_deploy.reckoning import judge, prompt_list
 from draftfeed_deploy.records import Checkpoint
 from draftfeed_deploy.report import Report, write_report
@@ -157,8 +158,8 @@ def run_demo(options: DemoOptions, console: Console) -> Report:
     count = _write_configs(directory, prompts, target, engine, options)
     swap_after = int(SWAP_SHARE * count) if options.swap else 0
     run_services(directory, console, swap_after, engine.environment)
-    producer = load(directory / "producer.toml", ProducerConfig)
-    trainer = load(directory / "consumer.toml", ConsumerConfig).trainer
+    producer = load(directory / "producer.toml", ProducerFile)
+    trainer = load(directory / "consumer.toml", ConsumerFile).trainer
     _note_checkpoint(directory, trainer.output_dir)
     _note_audit(directory, producer)
     with phase(console, "evaluating the drafter on held-out prompts"):

@@ -6,6 +6,7 @@ DeployError (ValueError)
 ├── MissingPackage      an optional dependency is not installed
 │   └── SmolLM2Unavailable  the one that carries the demo's model
 ├── DemoError           a directory that the demo will not write to
+├── StatusBindError     the address of [status] cannot be listened at
 ├── DirectoryInUse      another consumer trains into the same output directory
 ├── NothingToDrain      no consumer that could be drained from here
 ├── NothingToMeasure    a spool without a sample
@@ -47,6 +48,12 @@ class SmolLM2Unavailable(MissingPackage):
 
 class DemoError(DeployError):
     """A directory that the demo will not write to."""
+
+
+class StatusBindError(DeployError):
+    def __init__(self, address: str, reason: str) -> None:
+        super().__init__(f"[status] bind: cannot listen at {address}: {reason.lower()}")
+        self.address, self.reason = address, reason
 
 
 class DirectoryInUse(DeployError):

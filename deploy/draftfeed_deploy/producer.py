@@ -1,16 +1,21 @@
 """`draftfeed producer`: the producer in the foreground."""
 
+import importlib.metadata
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 
 from draftfeed_deploy.foreground import on_signal, open_log, watched
+from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.monitor import JsonLines
+from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_deploy.records import GeneratedSample, ProducerSnapshot, Rejection
-from draftfeed_producer.config import ProducerConfig
+from draftfeed_deploy.status import Pages, Probe, Status, loop_probe
+from draftfeed_producer.figures import DeliveryFigures
 from draftfeed_producer.service import ProducerService, ProducerStatistics
 from draftfeed_proto.sample import Sample
 
@@ -30,9 +35,11 @@ class Generated:
             self._log.write(_record(sample))
 
 
-def run_producer(config: ProducerConfig, run_dir: Path | None, console: Console) -> bool:
-    """Whether every prompt became terminal before a signal. Raises ProducerError, OutputError."""
+def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -> bool:
+    """Whether every prompt became terminal before a signal. Raises ProducerError, OutputError,
+    StatusBindError."""
     with ExitStack() as stack:
+        status = stack.enter_context(Status(config.status))
         generated = Generated(open_log(stack, run_dir, "samples.jsonl"))
         service = ProducerService(config, generated)
         stack.enter_context(on_signal(service.stop))
@@ -40,10 +47,26 @@ def run_producer(config: ProducerConfig, run_dir: Path | None, console: Console)
         def snapshot() -> ProducerSnapshot:
             return producer_snapshot(service.statistics(), generated.logical_bytes)
 
+        status.show(_pages(service, snapshot))
         stack.enter_context(watched("producer", snapshot, run_dir, console))
         stack.callback(_write_tombstones, service, run_dir)
         service.run()
         return _done(service.statistics())
+
+
+def _pages(service: ProducerService, snapshot: Callable[[], ProducerSnapshot]) -> Pages:
+    def identity() -> Identity:
+        return Identity(importlib.metadata.version("draftfeed"), service.descriptor)
+
+    def healthy() -> Probe:
+        server = service.statistics().server
+        return loop_probe("server", server.turn_seconds if server else 0.0)
+
+    def ready() -> Probe:
+        phase = service.statistics().phase
+        return Probe(phase in ("generating", "delivering"), phase)
+
+    return Pages(registry(snapshot, identity), healthy, ready)
 
 
 def _done(statistics: ProducerStatistics) -> bool:
@@ -55,7 +78,7 @@ def _done(statistics: ProducerStatistics) -> bool:
         "all %d prompts are terminal: %d trained and in a durable checkpoint, %d rejected",
         statistics.prompts,
         statistics.spool.committed,
-        statistics.spool.tombstones,
+        sum(statistics.spool.ended.values()),
     )
     return True
 
@@ -73,6 +96,7 @@ def _write_tombstones(service: ProducerService, run_dir: Path | None) -> None:
 def producer_snapshot(statistics: ProducerStatistics, logical_bytes: int) -> ProducerSnapshot:
     spool, server = statistics.spool, statistics.server
     counters = statistics.counters
+    figures = server.figures if server else DeliveryFigures()
     return ProducerSnapshot(
         time_seconds=round(time.monotonic(), 3),
         phase=statistics.phase,
@@ -87,19 +111,28 @@ def producer_snapshot(statistics: ProducerStatistics, logical_bytes: int) -> Pro
         wire_bytes=server.wire_bytes if server else 0,
         spool_bytes=spool.bytes if spool else 0,
         spool_quota_bytes=spool.quota_bytes if spool else 0,
-        alarm=spool.alarm if spool else "",
+        alarm=statistics.closed_because or (spool.alarm if spool else ""),
         term=server.term if server else 0,
         members=list(server.members) if server else [],
         leased=server.leased if server else 0,
+        spooled=figures.spooled,
         committed=spool.committed if spool else 0,
-        rejected=spool.tombstones if spool else 0,
+        rejected=sum(spool.ended.values()) if spool else 0,
+        ended=spool.ended if spool else {},
         regenerated=spool.regenerated if spool else 0,
+        oldest_uncommitted_seconds=round(figures.oldest_seconds, 3),
+        commit_age_seconds=round(figures.commit_age_seconds, 3),
+        commits=figures.commits,
+        swaps=figures.swaps,
+        sent_bytes=dict(figures.sent_bytes),
+        credit_bytes=dict(figures.credit_bytes),
         stall_seconds={
             "spool_full": round(statistics.spool_full_seconds, 3),
             "no_credit": round(server.no_credit_seconds, 3) if server else 0.0,
         },
         nonfinite=[layer.nonfinite for layer in counters],
         saturated=[layer.saturated for layer in counters],
+        inexact=[layer.inexact for layer in counters],
         zero_rows=[layer.zero_rows for layer in counters],
     )
 

@@ -14,6 +14,7 @@ import msgspec
 from draftfeed_deploy import config as configuration
 from draftfeed_deploy.accounts import Source, ask, read_spool, union
 from draftfeed_deploy.errors import ConfigError
+from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import SyntheticConfig
 from draftfeed_producer.engines.synthetic import synthetic_ids
@@ -104,7 +105,7 @@ def audit_of(
 
     Raises ConfigError, SpoolError and ProtoError.
     """
-    config = configuration.load(path, ProducerConfig, overrides)
+    config = configuration.load(path, ProducerFile, overrides)
     prompts = prompt_list(config)
     source = ask(address or config.server.bind, timeout_seconds)
     if source is None:

@@ -44,13 +44,30 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     members: list[str] = []
     """Ranks that have a session."""
     leased: int = 0
+    spooled: int = 0
+    """In the spool, and nobody has them."""
     committed: int = 0
     rejected: int = 0
+    """Ended untrained, in whatever state."""
+    ended: dict[str, int] = {}
+    """Those by state: rejected, quarantined, tail."""
     regenerated: int = 0
     """Samples made again because the first record was damaged or lost."""
+    oldest_uncommitted_seconds: float = 0.0
+    """Age of the oldest sample that is not terminal."""
+    commit_age_seconds: float = 0.0
+    """Since the last commit, or since the start."""
+    commits: int = 0
+    swaps: int = 0
+    """Consumers that were granted the stream, but for the first."""
+    sent_bytes: dict[str, int] = {}
+    """By member."""
+    credit_bytes: dict[str, int] = {}
+    """By member: what it has room for and was not sent."""
     stall_seconds: dict[str, float] = {}
     nonfinite: list[int] | None = None
     saturated: list[int] = []
+    inexact: list[int] = []
     zero_rows: list[int] | None = None
 
 
@@ -73,8 +90,14 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     wire_bytes: int
     buffer_bytes: int = 0
     buffer_capacity_bytes: int = 0
+    received_bytes: dict[str, int] = {}
+    """By producer."""
+    offered: dict[str, int] = {}
+    """Samples that a producer has ready and there is no room for."""
     held: int = 0
     trained: int = 0
+    uncommitted: int = 0
+    """Trained, and in no durable checkpoint."""
     rejected: int = 0
     step: int = 0
     loss: float | None = None

@@ -70,11 +70,11 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _fetch(arguments: argparse.Namespace, _: Console) -> int:
     packages.require_for_consumer()
     from draftfeed_consumer.assets_fetch import fetch_target
-    from draftfeed_consumer.config import ConsumerConfig
     from draftfeed_deploy import config
+    from draftfeed_deploy.consumer_file import ConsumerFile
     from draftfeed_deploy.foreground import interrupt, on_signal
 
-    loaded = config.load(arguments.config, ConsumerConfig, arguments.set)
+    loaded = config.load(arguments.config, ConsumerFile, arguments.set)
     began = time.monotonic()
     with on_signal(interrupt):
         fetched = fetch_target(

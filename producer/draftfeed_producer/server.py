@@ -19,6 +19,7 @@ import zmq
 
 from draftfeed_producer.asset_desk import AssetDesk, Piece
 from draftfeed_producer.delivery import Delivery
+from draftfeed_producer.figures import DeliveryFigures, Figures
 from draftfeed_producer.listener import LINGER_MS, Listener
 from draftfeed_producer.session import (
     Action,
@@ -51,6 +52,7 @@ PING_SECONDS = 1.0
 MAX_BACKLOG = 1000
 """Actions waiting for one member that has stopped reading; then its session ends."""
 MAX_NOTICES = 64
+FIGURES_SECONDS = 0.2
 CHECKPOINT_FILL = 0.7
 """Of the quota. Two checkpoints may have to be made before anything is freed."""
 STORE_RETRY_SECONDS = 0.5
@@ -71,6 +73,9 @@ class ServerStatistics(NamedTuple):
     """Time in which samples waited and the consumer had no room for them."""
     asset_bytes: int
     """Of the target's files, sent; not among the wire bytes."""
+    turn_seconds: float
+    """Since the server's loop last came round; more than a few say that it hangs."""
+    figures: DeliveryFigures
 
 
 class Server:
@@ -108,6 +113,10 @@ class Server:
         self._closed = threading.Event()
         self._wire_bytes = self._asset_bytes = 0
         self._no_credit_seconds = 0.0
+        self._figures = Figures(delivery.stock, delivery.fencing.number, time.monotonic())
+        self._figures_now = DeliveryFigures()
+        self._figures_due = 0.0
+        self._turned_at = time.monotonic()
         self._ping_due = 0.0
         self._judged_samples = 0
         self.all_terminal = threading.Event()
@@ -121,7 +130,13 @@ class Server:
     # called by other threads
 
     def stored(self, header: SampleHeader) -> None:
-        self._tell(lambda: self._delivery.stored(header))
+        stored_at = time.monotonic()
+
+        def tell() -> list[Action]:
+            self._figures.stored(header.id, stored_at)
+            return self._delivery.stored(header)
+
+        self._tell(tell)
 
     def skip(self, ids: IdSet) -> None:
         """Lines that turned out to be no prompts."""
@@ -168,6 +183,8 @@ class Server:
             sum(map(len, list(self._backlogs.values()))),
             self._no_credit_seconds,
             self._asset_bytes,
+            time.monotonic() - self._turned_at,
+            self._figures_now,
         )
 
     def _wake(self) -> None:
@@ -189,7 +206,7 @@ class Server:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_end, zmq.POLLIN)
         while self._closing is None:
-            began = time.monotonic()
+            began = self._turned_at = time.monotonic()
             soon = self._waiting or self._assets.waiting
             ready = dict(poller.poll(RETRY_MS if soon else POLL_MS))
             if self._wake_end.fileno() in ready:
@@ -206,11 +223,21 @@ class Server:
                 self._no_credit_seconds += time.monotonic() - began
             if self._delivery.all_terminal and not self._waiting:
                 self.all_terminal.set()
+            self._publish_figures()
         self._perform(self._delivery.close(self._closing))
         deadline = time.monotonic() + LINGER_MS / 1000
         while self._waiting and time.monotonic() < deadline:
             self._flush_all()
             poller.poll(RETRY_MS)
+
+    def _publish_figures(self) -> None:
+        """Others may not look at what this thread changes meanwhile."""
+        now = time.monotonic()
+        if now < self._figures_due:
+            return
+        self._figures_due = now + FIGURES_SECONDS
+        stock, attached = self._delivery.stock, self._delivery.fencing.attached
+        self._figures_now = self._figures.now(stock, attached.values(), now)
 
     @property
     def _waiting(self) -> bool:
@@ -395,11 +422,13 @@ class Server:
         match action:
             case StoreCommit():
                 self._spool.commit(action.number, action.trained, action.term, action.rollback)
+                self._figures.committed(time.monotonic())
             case StoreTombstone():
                 logger.warning("sample %s ends as %s: %s", action.id, action.state, action.reason)
                 self._spool.tombstone(action.id, action.state, action.reason)
             case StoreTerm():
                 self._spool.grant(Term(*action))
+                self._figures.granted(action.term)
             case StoreSuspects():
                 self._spool.suspect(action.counts)
             case Void():
@@ -423,7 +452,10 @@ class Server:
                 raise
             self._drop(sender)
             return False
-        self._wire_bytes += sum(map(len, frames))
+        size = sum(map(len, frames))
+        self._wire_bytes += size
+        if (member := self._delivery.fencing.attached.get(sender)) is not None:
+            self._figures.sent(member.name, size)
         return True
 
     def _look_after_disk(self) -> None:

@@ -131,6 +131,11 @@ class ProducerService:
             self._server.statistics() if self._server else None,
         )
 
+    @property
+    def descriptor(self) -> Descriptor | None:
+        """None until the engine knows it."""
+        return self._engine.descriptor if self._engine else None
+
     def tombstones(self) -> list[Tombstone]:
         """Prompts that ended without being trained."""
         return list(self._spool.tombstones.values()) if self._spool else []

@@ -36,6 +36,11 @@ class Stock:
         return frozenset(self._queued)
 
     @property
+    def spooled(self) -> int:
+        """How many nobody has."""
+        return len(self._queued)
+
+    @property
     def waiting(self) -> bool:
         return bool(self._queued)
 

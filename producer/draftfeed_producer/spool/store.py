@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import NamedTuple
@@ -36,7 +37,8 @@ class SpoolStatistics(NamedTuple):
     quota_bytes: int
     samples: int
     committed: int
-    tombstones: int
+    ended: dict[str, int]
+    """Prompts that ended untrained, by state."""
     logical_bytes: int
     """Decoded bytes of all samples appended since this process began."""
     encoded_bytes: int
@@ -60,6 +62,7 @@ class Spool:
         self._encoder = Encoder(codec, config.chunk_bytes, config.encode_threads)
         self._space = Space(config)
         self._committed = IdSet()
+        self._ended_counts: Counter[str] = Counter()
         self._kept_bytes: int | None = None
         """None: to be counted anew. It takes long, and is asked for often."""
         self._recording = threading.Lock()
@@ -284,12 +287,19 @@ class Spool:
             self._config.quota_bytes,
             len(self._samples),
             len(self._committed),
-            len(self._state.tombstones),
+            self._ended(),
             self._logical_bytes,
             self._encoded_bytes,
             self.alarm,
             len(self.regenerated),
         )
+
+    def _ended(self) -> dict[str, int]:
+        """Counted anew only when there are more: it is asked for twice a second."""
+        tombstones = self._state.tombstones
+        if len(tombstones) != self._ended_counts.total():
+            self._ended_counts = Counter(one.state for one in list(tombstones.values()))
+        return dict(self._ended_counts)
 
     def close(self) -> None:
         self._resources.close()

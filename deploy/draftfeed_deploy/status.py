@@ -1,0 +1,209 @@
+"""The HTTP side of a service: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever
+restarts and whoever waits.
+
+Read-only, without secrets. It listens on loopback unless it is told otherwise.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import ThreadingMixIn
+from typing import Any, NamedTuple
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from draftfeed_deploy.errors import StatusBindError
+
+logger = logging.getLogger(__name__)
+
+FIRST_PORT = 9640
+PORTS = 100
+"""Tried, when none is configured: several producers may run on one machine."""
+HUNG_SECONDS = 30.0
+"""A loop that writes to a slow disk, or verifies a large sample, may take a few."""
+REQUEST_SECONDS = 5.0
+MAX_REQUESTS = 16
+"""At a time; whoever comes then is turned away."""
+
+
+class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    bind: str | None = None
+    """"HOST:PORT"; of several ranks, of the first. None: the first free port of loopback from 9640
+    on."""
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bind is not None:
+            _address(self.bind)
+
+
+class Answer(NamedTuple):
+    status: int
+    kind: str
+    body: bytes
+
+
+class Probe(NamedTuple):
+    """What a health check says."""
+
+    ok: bool
+    words: str
+
+
+def loop_probe(name: str, turn_seconds: float) -> Probe:
+    """turn_seconds: since the loop that moves data last came round."""
+    if turn_seconds > HUNG_SECONDS:
+        return Probe(False, f"the {name}'s loop has not come round for {turn_seconds:.0f} s")
+    return Probe(True, "ok")
+
+
+class Pages(NamedTuple):
+    metrics: CollectorRegistry
+    healthy: Callable[[], Probe]
+    """False: it does not work any more, and a restart may help."""
+    ready: Callable[[], Probe]
+    """Whether it does its work now."""
+
+    def answer(self, path: str) -> Answer:
+        match path.partition("?")[0]:
+            case "/metrics":
+                return Answer(200, CONTENT_TYPE_LATEST, generate_latest(self.metrics))
+            case "/healthz":
+                return _probe(self.healthy())
+            case "/readyz":
+                return _probe(self.ready())
+        return Answer(404, TEXT, b"there are /metrics, /healthz and /readyz\n")
+
+
+TEXT = "text/plain; charset=utf-8"
+
+
+def _probe(probe: Probe) -> Answer:
+    return Answer(200 if probe.ok else 503, TEXT, f"{probe.words}\n".encode())
+
+
+class Status:
+    """The pages of a service while it is entered: there from the beginning, so that a taken port
+    is known before anything is taken from anybody, and empty until `show`."""
+
+    def __init__(self, config: StatusConfig, rank: int = 0) -> None:
+        """rank: of several on one machine; each has a port of its own, the next one."""
+        self._config, self._rank = config, rank
+        self.url: str | None = None
+        """None: it is not wanted."""
+        self._server: _Server | None = None
+
+    def __enter__(self) -> "Status":
+        """Raises StatusBindError."""
+        if self._config.enabled:
+            self._server = _bound(self._config, self._rank)
+            self._thread = threading.Thread(
+                target=self._server.serve_forever, name="status", daemon=True
+            )
+            self._thread.start()
+            host, port = self._server.server_address[:2]
+            self.url = f"http://{_bracketed(str(host))}:{port}"
+            logger.info("metrics at %s/metrics", self.url)
+        return self
+
+    def show(self, pages: Pages) -> None:
+        if self._server is not None:
+            self._server.pages = pages
+
+    def __exit__(self, *exception: object) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+
+
+def _bound(config: StatusConfig, rank: int) -> "_Server":
+    if config.bind is not None:
+        host, port = _address(config.bind)
+        return _bind(host, port + rank if port else 0)
+    for port in range(FIRST_PORT, FIRST_PORT + PORTS):
+        try:
+            return _bind("127.0.0.1", port)
+        except StatusBindError:
+            continue
+    last = FIRST_PORT + PORTS - 1
+    raise StatusBindError(f"127.0.0.1:{FIRST_PORT}-{last}", "every port is taken; set bind")
+
+
+def _bind(host: str, port: int) -> "_Server":
+    try:
+        return _Server(host, port)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise StatusBindError(f"{_bracketed(host)}:{port}", reason or str(error)) from None
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError(f"bind is {text!r}, it must be HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+class _Server(ThreadingMixIn, HTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.pages = Pages(
+            CollectorRegistry(), lambda: Probe(True, "starting"), lambda: Probe(False, "starting")
+        )
+        self._free = threading.BoundedSemaphore(MAX_REQUESTS)
+        super().__init__((host, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Somebody hung up, or sent nonsense."""
+        logger.debug("a request from %s came to nothing", client_address, exc_info=True)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = REQUEST_SECONDS
+    server_version = "draftfeed"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def _answer(self, *, body: bool) -> None:
+        assert isinstance(self.server, _Server)
+        answer = self.server.pages.answer(self.path)
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.kind)
+        self.send_header("Content-Length", str(len(answer.body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        if body:
+            self.wfile.write(answer.body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        logger.debug("%s: " + format, self.address_string(), *args)

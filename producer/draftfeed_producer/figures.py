@@ -1,0 +1,84 @@
+"""Figures of delivery that are no part of its state: ages, counts, bytes by member.
+
+The server's thread writes them; others read them whole, as one `DeliveryFigures`.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from draftfeed_producer.session import Member
+from draftfeed_producer.stock import Stock
+from draftfeed_proto.ids import SampleId
+
+MAX_MEMBERS = 256
+"""Whose bytes are counted apart: names are chosen by peers."""
+
+
+class DeliveryFigures(NamedTuple):
+    spooled: int = 0
+    """Samples that are here and that nobody has."""
+    oldest_seconds: float = 0.0
+    """Age of the oldest sample that is not terminal; those of an earlier process count from the
+    start of this one. 0: there is none."""
+    commit_age_seconds: float = 0.0
+    """Since the last commit, or since the start."""
+    commits: int = 0
+    swaps: int = 0
+    """Terms granted after the first that this process saw."""
+    sent_bytes: tuple[tuple[str, int], ...] = ()
+    """By member, frames handed to ZeroMQ."""
+    credit_bytes: tuple[tuple[str, int], ...] = ()
+    """By member that has a session: what it has room for and was not sent."""
+
+
+class Figures:
+    def __init__(self, samples: Iterable[SampleId], term: int, now: float) -> None:
+        """samples: that are not terminal. Times are monotonic seconds."""
+        self._since = dict.fromkeys(samples, now)
+        """When a sample was stored, oldest first. Those that are terminal by now leave it when
+        they come to the front."""
+        self._committed_at = now
+        self._commits = self._swaps = 0
+        self._term = term
+        self._sent: Counter[str] = Counter()
+
+    def stored(self, id: SampleId, now: float) -> None:
+        self._since.pop(id, None)
+        self._since[id] = now
+
+    def committed(self, now: float) -> None:
+        self._commits += 1
+        self._committed_at = now
+
+    def granted(self, term: int) -> None:
+        self._swaps += self._term > 0
+        self._term = term
+
+    def sent(self, member: str, count: int) -> None:
+        if member not in self._sent and len(self._sent) >= MAX_MEMBERS:
+            del self._sent[next(iter(self._sent))]
+        self._sent[member] += count
+
+    def now(
+        self,
+        stock: Stock,
+        members: Iterable[Member],
+        now: float,
+    ) -> DeliveryFigures:
+        """members: those that have a session."""
+        while self._since and (first := next(iter(self._since))) not in stock:
+            del self._since[first]
+        oldest = next(iter(self._since.values()), now)
+        sessions = [(one.name, one.session) for one in members]
+        return DeliveryFigures(
+            spooled=stock.spooled,
+            oldest_seconds=now - oldest,
+            commit_age_seconds=now - self._committed_at,
+            commits=self._commits,
+            swaps=self._swaps,
+            sent_bytes=tuple(self._sent.items()),
+            credit_bytes=tuple(
+                (name, max(0, one.credit_bytes - one.sent_bytes)) for name, one in sessions if one
+            ),
+        )

@@ -1,0 +1,256 @@
+"""What both services say of themselves over HTTP while they run."""
+
+import re
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from draftfeed_deploy.errors import StatusBindError
+from draftfeed_deploy.status import MAX_REQUESTS, Pages, Probe, Status, StatusConfig, loop_probe
+from processes import SAMPLES, Run
+from waiting import eventually
+
+pytestmark = pytest.mark.timeout(120)
+
+Scrape = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path, rate=0)
+    yield run
+    run.kill_all()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def scrape(port: int) -> Scrape:
+    status, text = get(f"http://127.0.0.1:{port}/metrics")
+    assert status == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(found: Scrape, name: str, **labels: str) -> float:
+    return found[name, tuple(sorted(labels.items()))]
+
+
+def total(found: Scrape, name: str) -> float:
+    return sum(value for (one, _), value in found.items() if one == name)
+
+
+def test_both_services_tell_the_same_story(run: Run) -> None:
+    """Bandwidth, samples by where they are, the trainer's progress: figures of one run agree."""
+    ports = {"producer": free_port(), "consumer": free_port()}
+    options = {name: ["--set", f"status.bind=127.0.0.1:{port}"] for name, port in ports.items()}
+    producer = run.start("producer", *options["producer"])
+    pause = ["--set", "trainer.options.pause_after=20"]
+    consumer = run.start("consumer", *options["consumer"], *pause)
+    run.wait_for_lines("consumer/steps.jsonl", 20)
+    urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+
+    def sent_is_received() -> bool:
+        made, got = scrape(ports["producer"]), scrape(ports["consumer"])
+        sent = total(made, "draftfeed_producer_sent_bytes_total")
+        received = value(got, "draftfeed_consumer_received_bytes_total", producer=run.address)
+        # Pings go on meanwhile.
+        return value(made, "draftfeed_producer_samples", state="leased") >= 20 and (
+            abs(sent - received) < 100
+        )
+
+    eventually(sent_is_received, "what was sent is what was received")
+    made, got = scrape(ports["producer"]), scrape(ports["consumer"])
+    assert value(made, "draftfeed_producer_generated_samples_total") == SAMPLES
+    assert value(made, "draftfeed_producer_prompts") == SAMPLES
+    places = ("trained", "leased", "spooled", "rejected", "quarantined", "tail")
+    there = [value(made, "draftfeed_producer_samples", state=state) for state in places]
+    assert sum(there) == SAMPLES
+    assert value(made, "draftfeed_producer_phase", phase="delivering") == 1
+    assert value(made, "draftfeed_producer_members") == 1
+    assert value(made, "draftfeed_producer_term") == value(got, "draftfeed_consumer_term") == 1
+    assert value(made, "draftfeed_producer_swaps_total") == 0
+    assert value(made, "draftfeed_producer_commits_total") >= 1
+    assert value(made, "draftfeed_producer_oldest_uncommitted_seconds") > 0
+    logical = value(made, "draftfeed_producer_logical_bytes_total")
+    rows = value(made, "draftfeed_producer_fed_tokens_total")
+    assert logical == rows * 5 * 64 * 2
+    assert value(made, "draftfeed_producer_zero_rows_total", layer="1") == 0
+    assert value(got, "draftfeed_consumer_attached") == 1
+    assert value(got, "draftfeed_consumer_link", producer=run.address, state="open") == 1
+    trained = value(got, "draftfeed_consumer_trained_samples_total")
+    assert trained == value(got, "draftfeed_consumer_step") == 20
+    committed = value(made, "draftfeed_producer_samples", state="trained")
+    assert value(got, "draftfeed_consumer_commit_lag_samples") == trained - committed
+    assert value(got, "draftfeed_consumer_loss") == pytest.approx(1 / 20)
+    for url in urls.values():
+        assert get(f"{url}/healthz") == (200, "ok\n")
+    assert get(f"{urls['producer']}/readyz") == (200, "delivering\n")
+    assert get(f"{urls['consumer']}/readyz") == (200, "attached\n")
+    run.go_on()
+    run.succeeds(consumer)
+    run.succeeds(producer)
+
+
+def test_swap_is_counted_and_ages_begin_with_the_process(run: Run) -> None:
+    port = free_port()
+    status = ["--set", f"status.bind=127.0.0.1:{port}"]
+    producer = run.start("producer", *status)
+    first = run.start("consumer", "--set", "trainer.options.pause_after=10")
+    run.wait_for_lines("consumer/steps.jsonl", 10)
+    pause = ["--set", "trainer.options.pause_after=5"]
+    second = run.start("consumer", "--takeover", *pause, run_dir="second")
+    assert run.ended(first)[0] == 3
+
+    def swapped() -> bool:
+        return value(scrape(port), "draftfeed_producer_swaps_total") == 1
+
+    eventually(swapped, "the swap in the metrics")
+    run.go_on()
+    run.succeeds(second)
+    run.succeeds(producer)
+
+
+def test_every_metric_is_explained_and_named_as_prometheus_wants(run: Run) -> None:
+    ports = {"producer": free_port(), "consumer": free_port()}
+    for name, port in ports.items():
+        run.start(name, "--set", f"status.bind=127.0.0.1:{port}")
+    for name, port in ports.items():
+        eventually(lambda port=port: listening(port), "an answer")
+        eventually(
+            lambda port=port: "HELP" in get(f"http://127.0.0.1:{port}/metrics")[1], "metrics"
+        )
+        text = get(f"http://127.0.0.1:{port}/metrics")[1]
+        for family in text_string_to_metric_families(text):
+            assert family.name.startswith(f"draftfeed_{name}"), family.name
+            assert re.fullmatch(r"[a-z_]+", family.name), family.name
+            assert family.documentation.endswith("."), family.name
+            assert not re.search(r"_(ms|kb|mb|gb|percent)(_|$)", family.name), family.name
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_taken_port_is_said_before_anything_is_taken_from_anybody(run: Run) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        for name in ("producer", "consumer"):
+            code, output = run.ended(run.start(name, "--set", f"status.bind={bind}"))
+            assert code == 2
+            assert f"[status] bind: cannot listen at {bind}: address already in use" in output
+
+
+def pages(**changes: Callable[[], Probe]) -> Pages:
+    def ok() -> Probe:
+        return Probe(True, "ok")
+
+    return Pages(CollectorRegistry(), ok, ok)._replace(**changes)
+
+
+def test_services_on_one_machine_take_the_next_free_port() -> None:
+    with ExitStack() as stack:
+        services = [stack.enter_context(Status(StatusConfig())) for _ in range(3)]
+        for service in services:
+            service.show(pages())
+        assert len({service.url for service in services}) == 3
+        assert all(get(f"{service.url}/healthz") == (200, "ok\n") for service in services)
+
+
+def test_ranks_have_the_ports_behind_the_first() -> None:
+    port = free_port()
+    with Status(StatusConfig(bind=f"127.0.0.1:{port}"), rank=3) as status:
+        assert status.url == f"http://127.0.0.1:{port + 3}"
+
+
+def test_hung_loop_and_a_service_that_begins_are_told_apart() -> None:
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status:
+        assert get(f"{status.url}/healthz") == (200, "starting\n")
+        assert get(f"{status.url}/readyz") == (503, "starting\n")
+        status.show(pages(healthy=lambda: loop_probe("server", 31.0)))
+        words = "the server's loop has not come round for 31 s\n"
+        assert get(f"{status.url}/healthz") == (503, words)
+
+
+@pytest.mark.parametrize("bind", ["localhost", "127.0.0.1:", ":80", "127.0.0.1:70000", "a:b"])
+def test_bind_that_is_none_is_refused(bind: str) -> None:
+    with pytest.raises(ValueError, match="must be HOST:PORT"):
+        StatusConfig(bind=bind)
+
+
+def test_host_that_is_not_ours_is_one_line() -> None:
+    with pytest.raises(StatusBindError, match=r"cannot listen at 203\.0\.113\.1:9640") as caught:
+        Status(StatusConfig(bind="203.0.113.1:9640")).__enter__()
+    assert "\n" not in str(caught.value)
+
+
+def test_silent_clients_do_not_use_up_all_there_is() -> None:
+    """More idle connections than it serves: the others are turned away, and it lives on."""
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status, ExitStack() as stack:
+        status.show(pages())
+        assert status.url is not None
+        port = int(status.url.rpartition(":")[2])
+        for _ in range(3 * MAX_REQUESTS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        eventually(lambda: answers(status.url), "an answer when they have timed out", 30)
+
+
+def answers(url: str | None) -> bool:
+    try:
+        return get(f"{url}/healthz")[0] == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\0" * 100,
+        b"GET " + b"a" * 70_000,
+        b"POST /metrics HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9\r\n\r\n",
+    ],
+)
+def test_nonsense_is_answered_with_an_error(request_bytes: bytes) -> None:
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status:
+        status.show(pages())
+        assert status.url is not None
+        port = int(status.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(request_bytes + b"\r\n\r\n")
+            client.shutdown(socket.SHUT_WR)
+            assert b" 200 " not in client.recv(1000)
+        assert answers(status.url)
+
+
+def test_many_scrapes_at_once_are_all_whole() -> None:
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status, ThreadPoolExecutor(8) as pool:
+        status.show(pages())
+        found = list(pool.map(get, [f"{status.url}/metrics"] * 40))
+        assert {code for code, _ in found} == {200}
