@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.responses import Gatekeeper
 from draftfeed_producer.server import Server
 from draftfeed_producer.sources import PromptSource
 from draftfeed_producer.spool import Spool
 from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,15 @@ class Admission:
     """
 
     def __init__(
-        self, source: PromptSource, spool: Spool, server: Server, stopped: threading.Event
+        self,
+        source: PromptSource,
+        spool: Spool,
+        server: Server,
+        stopped: threading.Event,
+        gate: Gatekeeper | None = None,
     ) -> None:
+        """gate: when it closes, no prompt is given out any more."""
+        self._gate = gate
         self._source, self._spool, self._server, self._stopped = source, spool, server, stopped
         owned = source.ids.within(spool.shards)
         lost = owned.within(spool.lost)
@@ -46,12 +55,26 @@ class Admission:
         """Until nothing is left that may be generated now; then it may be called again."""
         while (id := self._next()) is not None:
             self.wait(self._spool.wait_for_space)
-            if self._stopped.is_set() or self._server.failure is not None:
+            if self._stopped.is_set() or self._server.failure is not None or self.closed:
                 return
             prompt = self._prompt(id)
             if prompt is not None:
                 self._begun.add(id)
                 yield prompt
+
+    def finished(self, sample: Sample) -> None:
+        """Before it is stored, which it is, whatever the gate says of it."""
+        if self._gate is not None:
+            self._gate.look_at(sample, running=max(0, len(self._begun) - 1))
+
+    @property
+    def closed(self) -> bool:
+        return bool(self.closed_because)
+
+    @property
+    def closed_because(self) -> str:
+        """Of the quality gate; empty while it is open."""
+        return self._gate.alarm if self._gate is not None else ""
 
     def stored(self, id: SampleId) -> None:
         """Or given up."""
@@ -60,6 +83,8 @@ class Admission:
     @property
     def ready(self) -> bool:
         """Whether `prompts_now` has something to give again."""
+        if self.closed:
+            return False
         fresh = self._fresh is not None or self._may_begin_lost
         return fresh or bool(self._again) or not self._server.regenerate.empty()
 

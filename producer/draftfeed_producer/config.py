@@ -7,6 +7,7 @@ from draftfeed_producer.engines.config import SGLangConfig
 from draftfeed_producer.errors import ProducerError
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
+from draftfeed_producer.quality import QualityConfig
 from draftfeed_producer.spool import SpoolConfig
 from draftfeed_producer.target import TargetConfig
 
@@ -19,6 +20,7 @@ class ProducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompts: PromptsConfig | None = None
     spool: SpoolConfig
     server: ServerConfig = ServerConfig()
+    quality: QualityConfig = QualityConfig()
 
     def __post_init__(self) -> None:
         if self.capture.prefix_cache and not isinstance(self.engine, SGLangConfig):

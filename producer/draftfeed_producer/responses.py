@@ -1,10 +1,14 @@
-"""What the quality gate looks at, read off a sample's tokens."""
+"""What the quality gate looks at, read off a sample's tokens; and the gate over a run's samples."""
 
+import logging
 from typing import Any
 
 import numpy as np
 
-from draftfeed_producer.quality import Response, thinking_is_open
+from draftfeed_producer.quality import QualityConfig, QualityGate, Response, thinking_is_open
+from draftfeed_proto.sample import Sample
+
+logger = logging.getLogger(__name__)
 
 BEGIN, END = "<think>", "</think>"
 PROMPT_TAIL = 8
@@ -35,3 +39,27 @@ class ResponseReader:
             thinking_open=thinking_is_open(around, self._begin, self._end),
             text=text,
         )
+
+
+class Gatekeeper:
+    """The quality gate over samples as they are finished. One thread shows it samples; any may
+    ask for the alarm."""
+
+    def __init__(self, reader: ResponseReader, config: QualityConfig) -> None:
+        self._reader, self._gate = reader, QualityGate(config)
+        self.alarm = ""
+        """Why nothing more may be generated; empty while the gate is open."""
+
+    def look_at(self, sample: Sample, running: int) -> None:
+        """running: prompts that were begun and are not finished. Tells the log when it closes."""
+        mask = sample.loss_mask.astype(bool)
+        ids, reason = sample.input_ids, sample.finish_reason
+        response = self._reader.read(sample.key, ids[~mask], ids[mask], reason)
+        alarm = self._gate.add(response, running)
+        if alarm is not None:
+            self.alarm = f"the quality gate is closed: {alarm}"
+            logger.error(
+                "%s. No prompt is begun any more. Those that run are finished, and what is in the "
+                "spool is served. To go on, end this and start it with another [quality]",
+                self.alarm,
+            )

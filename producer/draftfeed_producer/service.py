@@ -16,6 +16,7 @@ from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
 from draftfeed_producer.errors import ProducerError, SpoolFull
 from draftfeed_producer.listener import Listener
 from draftfeed_producer.prompts import PromptFile, prompt_limit
+from draftfeed_producer.responses import Gatekeeper, ResponseReader
 from draftfeed_producer.server import Server, ServerStatistics
 from draftfeed_producer.sources import PromptSource, file_source, synthetic_source
 from draftfeed_producer.spool import Spool, SpoolStatistics
@@ -53,6 +54,8 @@ class ProducerStatistics(NamedTuple):
     spool_full_seconds: float
     spool: SpoolStatistics | None
     server: ServerStatistics | None
+    closed_because: str = ""
+    """Of the quality gate; empty while it is open."""
 
 
 class ProducerService:
@@ -89,7 +92,7 @@ class ProducerService:
             target, no_target = self._target_directory()
             server = Server(listener, spool, delivery, target, no_target=no_target)
             stack.callback(lambda: server.close(self._goodbye()))
-            admission = Admission(source, spool, server, self._stopped)
+            admission = Admission(source, spool, server, self._stopped, self._gate(source))
             self._spool, self._server, self._admission = spool, server, admission
             stack.callback(self._keep_statistics)
             server.skip(source.skipped.within(spool.shards))
@@ -129,6 +132,7 @@ class ProducerService:
             self._admission.full_seconds if self._admission else 0.0,
             self._spool.statistics() if self._spool else None,
             self._server.statistics() if self._server else None,
+            self._admission.closed_because if self._admission else "",
         )
 
     @property
@@ -139,6 +143,11 @@ class ProducerService:
     def tombstones(self) -> list[Tombstone]:
         """Prompts that ended without being trained."""
         return list(self._spool.tombstones.values()) if self._spool else []
+
+    def _gate(self, source: PromptSource) -> Gatekeeper | None:
+        if source.responses is None:
+            return None
+        return Gatekeeper(source.responses, self._config.quality)
 
     def _load_engine(self, stack: ExitStack) -> Engine:
         config = self._config
@@ -179,6 +188,8 @@ class ProducerService:
                 self._phase = "delivering"
                 server.finish()
             else:
+                if admission.closed:
+                    self._phase = "delivering"  # and more may come, after a restart
                 self._stopped.wait(POLL_SECONDS)
         self._check(server)
         if not self._stopped.is_set():
@@ -195,6 +206,7 @@ class ProducerService:
             self._count(sample)
             if self._observe is not None:
                 self._observe(sample)
+            admission.finished(sample)
             admission.wait(partial(self._stored, sample, spool, server))
             admission.stored(sample.id)
 
@@ -254,7 +266,7 @@ def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
     vocab_size = descriptor.vocab_size
     file = PromptFile(prompts_config, target.tokenizer, limit, capture.mode, vocab_size)
     stack.callback(file.close)
-    return file_source(file, limit)
+    return file_source(file, limit, ResponseReader(target.tokenizer))
 
 
 def _staged_rows(descriptor: Descriptor, staging_bytes: int, to_come: int) -> int:

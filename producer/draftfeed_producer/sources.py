@@ -9,6 +9,7 @@ from draftfeed_producer.engines.synthetic import (
     synthetic_prompt,
 )
 from draftfeed_producer.prompts import Prompt, PromptFile
+from draftfeed_producer.responses import ResponseReader
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 
 
@@ -25,13 +26,16 @@ class PromptSource(NamedTuple):
     """In tokens, at most; its response, where it has one, included."""
     find: Callable[[SampleId], Prompt | None]
     """None for a line found to be no prompt only now. Raises PromptError."""
+    responses: ResponseReader | None = None
+    """None where the answers are not a target's."""
 
 
-def file_source(file: PromptFile, longest_prompt: int) -> PromptSource:
+def file_source(file: PromptFile, longest_prompt: int, responses: ResponseReader) -> PromptSource:
     def find(id: SampleId) -> Prompt | None:
         return file.find(id.ordinal)
 
-    return PromptSource(file.shards, file.ids(), file.skipped(), longest_prompt, find)
+    skipped = file.skipped()
+    return PromptSource(file.shards, file.ids(), skipped, longest_prompt, find, responses)
 
 
 def synthetic_source(config: SyntheticConfig) -> PromptSource:

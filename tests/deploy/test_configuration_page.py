@@ -21,6 +21,7 @@ from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, Transforme
 from draftfeed_producer.engines.config import CaptureConfig, SamplingConfig
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
+from draftfeed_producer.quality import QualityConfig
 from draftfeed_producer.spool import SpoolConfig
 from draftfeed_producer.target import TargetConfig
 from draftfeed_proto.descriptor import Expectation
@@ -36,6 +37,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "`[prompts]`\n": PromptsConfig,
     "`[spool]`": SpoolConfig,
     "`[server]`": ServerConfig,
+    "`[quality]`:": QualityConfig,
     "`[producer]`": ClientConfig,
     "`[buffer]`": BufferConfig,
     "`[trainer]`": TrainerConfig,
