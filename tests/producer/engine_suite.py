@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from draftfeed_consumer.final_norm import read_final_norm
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.tap.reference import to_wire
 from draftfeed_proto.descriptor import Final
@@ -108,6 +109,7 @@ class FullForward:
 
     def __init__(self, path: Path, dtype: str) -> None:
         load: Any = AutoModelForCausalLM.from_pretrained
+        self.path = path
         self._model: Any = load(path, dtype=getattr(torch, dtype)).eval()
         self._norm = self._model.get_decoder().norm
         self._before_norm: list[torch.Tensor] = []
@@ -233,6 +235,21 @@ def test_the_final_state_makes_the_targets_logits(
     record_property("logits' worst relative L2", f"{worst:.1e}; of the other kind {least:.2g}")
     assert worst <= LOGITS_TOLERANCE
     assert least >= OTHER_LOGITS
+
+
+def test_what_stands_for_the_state_before_the_norm_makes_the_targets_logits(
+    captured: Captured, record_property: Callable[[str, object], None]
+):
+    """For trainers that apply the norm themselves, of an engine that has the state after only."""
+    if captured.final != "postnorm":
+        pytest.skip("the stream has none after the norm")
+    norm, worst = read_final_norm(captured.forward.path), 0.0
+    for sample, reference in zip(captured.samples, captured.references, strict=True):
+        states = torch.from_numpy(sample.hidden_states[:, len(captured.layer_ids)])
+        logits = captured.forward.logits(norm.undone(states).numpy(), "prenorm")
+        worst = max(worst, float(of_rows(logits, reference.logits).max()))
+    record_property("logits' worst relative L2", f"{worst:.1e}")
+    assert worst <= LOGITS_TOLERANCE
 
 
 def assert_sampled_from(

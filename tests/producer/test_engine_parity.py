@@ -38,6 +38,7 @@ from engine_suite import (  # noqa: F401 - the tests are run here
     test_the_final_state_equals_that_of_one_full_forward_pass,
     test_the_final_state_makes_the_targets_logits,
     test_the_last_block_is_served_before_the_final_norm,
+    test_what_stands_for_the_state_before_the_norm_makes_the_targets_logits,
 )
 
 # The first test on a machine makes the SmolLM2 directory, which takes half a minute or more.

@@ -27,6 +27,7 @@ def test_an_engine_that_generated_captures_the_same_tokens_in_one_pass(
         "engine.sampling.max_new_tokens": 8,
         "target.path": str(make_qwen3(tmp_path / "qwen3")),
         "target.layer_ids": [1, 3],
+        "target.final": "postnorm",
         "prompts.path": str(prompts),
         "spool.dir": str(tmp_path / "spool"),
         "spool.quota_bytes": 1_000_000,
@@ -38,4 +39,5 @@ def test_an_engine_that_generated_captures_the_same_tokens_in_one_pass(
     out = capsys.readouterr().out
     assert (code, out.splitlines()[-1]) == (0, "PASSED"), out
     assert out.count(" equal ") == 3
+    assert "ok      final states are postnorm: " in out
     assert not (tmp_path / "spool").exists()

@@ -15,6 +15,7 @@ from engine_suite import (  # noqa: F401 - the tests are run here
     test_rows_captured_while_generating_equal_one_full_forward_pass,
     test_the_final_state_equals_that_of_one_full_forward_pass,
     test_the_final_state_makes_the_targets_logits,
+    test_what_stands_for_the_state_before_the_norm_makes_the_targets_logits,
 )
 from sglang_engines import (
     Case,

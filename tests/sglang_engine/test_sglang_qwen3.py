@@ -14,6 +14,7 @@ from engine_suite import (  # noqa: F401 - the tests are run here
     test_rows_shifted_by_one_do_not_pass_for_equal,
     test_the_final_state_equals_that_of_one_full_forward_pass,
     test_the_final_state_makes_the_targets_logits,
+    test_what_stands_for_the_state_before_the_norm_makes_the_targets_logits,
 )
 from sglang_engines import Case, Running, started
 from sglang_suite import *  # noqa: F403 - the tests are run here
