@@ -18,12 +18,10 @@ from typing import BinaryIO
 import msgspec
 
 from draftfeed_consumer.errors import AssetError, StreamClosed
-from draftfeed_proto.assets import identity, is_digest, is_plain_name
+from draftfeed_proto.assets import TARGET_MANIFEST, identity, is_digest, is_plain_name
 from draftfeed_proto.limits import MAX_ASSET_FILES
 from draftfeed_proto.messages import AssetFile
 
-MANIFEST = "draftfeed-target.json"
-"""Also says of a directory that there is no whole model in it."""
 _READ_AT_ONCE = 8 << 20
 _LOCK_POLL_SECONDS = 0.2
 
@@ -69,7 +67,7 @@ def check_files(address: str, files: Sequence[AssetFile], max_bytes: int) -> Non
 def _faults(files: Sequence[AssetFile], max_bytes: int) -> Iterator[str]:
     if len(files) > MAX_ASSET_FILES:
         yield f"{len(files)} of them, at most {MAX_ASSET_FILES} are"
-    seen = {MANIFEST}
+    seen = {TARGET_MANIFEST}
     for file in files:
         if not is_plain_name(file.name):
             yield f"{file.name[:100]!r} is not the plain name of a data file"
@@ -87,7 +85,7 @@ def _faults(files: Sequence[AssetFile], max_bytes: int) -> Iterator[str]:
 
 def is_partial(target: Path) -> bool:
     """Whether a model directory has come from a producer: without the target's blocks."""
-    return (target / MANIFEST).is_file()
+    return (target / TARGET_MANIFEST).is_file()
 
 
 class TargetDirectory:
@@ -103,7 +101,9 @@ class TargetDirectory:
     def complete(self) -> bool:
         """It has its manifest, and every file has its length: they were verified before."""
         try:
-            manifest = msgspec.json.decode((self.path / MANIFEST).read_bytes(), type=Manifest)
+            manifest = msgspec.json.decode(
+                (self.path / TARGET_MANIFEST).read_bytes(), type=Manifest
+            )
         except (OSError, msgspec.DecodeError):
             return False
         return identity(manifest.files) == self.identity and not self.missing()
@@ -164,12 +164,12 @@ class TargetDirectory:
         data = msgspec.json.format(msgspec.json.encode(manifest))
         with _ours(self.path):
             _fsync_directory(self.path)
-            part = self.path / f"{MANIFEST}.part"
+            part = self.path / f"{TARGET_MANIFEST}.part"
             with part.open("wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            part.replace(self.path / MANIFEST)
+            part.replace(self.path / TARGET_MANIFEST)
             _fsync_directory(self.path)
             _fsync_directory(self.path.parent)
 

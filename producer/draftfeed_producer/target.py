@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from draftfeed_producer.errors import LayerIdError, MissingPackageError, ModelError
+from draftfeed_proto.assets import TARGET_MANIFEST
 from draftfeed_proto.descriptor import Descriptor, Final, dflash_layer_ids
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,9 @@ def load_target(config: TargetConfig) -> Target:
         raise ModelError(path, "is not a directory; a target is a Hugging Face model directory")
     if not (path / "config.json").is_file():
         raise ModelError(path, "is not a model directory: it has no config.json")
+    if (path / TARGET_MANIFEST).is_file():
+        words = "was fetched for a trainer: it has the embedding and head of a model, and no blocks"
+        raise ModelError(path, words)
     if not _weight_files(path):
         raise ModelError(path, "has no weights (*.safetensors)")
     model_config, tokenizer = _load_parts(path)

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 
 from draftfeed_proto.messages import AssetFile
 
+TARGET_MANIFEST = "draftfeed-target.json"
+"""In a directory of fetched files. Whoever needs a whole model looks for it: nothing else says that
+the blocks are missing, and transformers would make random ones up."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,126}\.(json|jinja|model|txt|safetensors)")
 """Of data: nothing that a loader would execute, and nothing outside the directory."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from draftfeed_consumer.assets import MANIFEST, AssetsConfig
+from draftfeed_consumer.assets import AssetsConfig
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.trainers import TrainerConfig, TrainerRun, load, resolve, specforge
+from draftfeed_proto.assets import TARGET_MANIFEST
 
 
 def some_training(stream: object, run: TrainerRun) -> None:
@@ -137,7 +138,7 @@ def test_what_needs_more_of_the_target_than_producers_serve_is_refused(
 ) -> None:
     """Symptom: a drafter that was to start from the target's blocks starts from random ones."""
     copy = Path(shutil.copytree(target, tmp_path / "target"))
-    (copy / MANIFEST).write_text("{}")
+    (copy / TARGET_MANIFEST).write_text("{}")
     settings = TrainerConfig(
         kind="specforge",
         target=copy if fetched else None,

@@ -16,7 +16,8 @@ import tiny_models
 from asset_targets import HIDDEN, VOCAB, make_llama, tensors
 from draftfeed_producer.assets import COPIED, WEIGHTS, ServedFile, described, find_assets
 from draftfeed_producer.errors import ModelError
-from draftfeed_proto.assets import identity, is_plain_name
+from draftfeed_producer.target import TargetConfig, load_target
+from draftfeed_proto.assets import TARGET_MANIFEST, identity, is_plain_name
 from draftfeed_proto.limits import MAX_ASSET_FILES
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -206,6 +207,14 @@ def test_a_padded_vocabulary_is_served_whole(tmp_path: Path) -> None:
     configure(vocab_size=VOCAB - 12)(target)
     got = load_file(served(target, tmp_path / "out") / WEIGHTS)
     assert got[EMBEDDING].shape == (VOCAB, HIDDEN)
+
+
+def test_fetched_files_do_not_pass_for_a_model(whole: Path, tmp_path: Path) -> None:
+    """Symptom: transformers makes random blocks up, and says so in a warning."""
+    out = served(whole, tmp_path / "out")
+    (out / TARGET_MANIFEST).write_text("{}")
+    with pytest.raises(ModelError, match="and no blocks"):
+        load_target(TargetConfig(path=str(out)))
 
 
 def test_a_tied_head_that_was_stored_all_the_same_is_left_out(copy: Path) -> None:

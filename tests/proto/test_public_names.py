@@ -8,7 +8,7 @@ import pytest
 from draftfeed_proto import errors
 
 PUBLIC = {
-    "assets": "identity is_digest is_plain_name",
+    "assets": "TARGET_MANIFEST identity is_digest is_plain_name",
     "chunk": "ChunkHeader ChunkKind HEADER_BYTES MAGIC decode_chunk decode_states decode_tokens "
     "encode_states encode_tokens frame_bytes read_header verify",
     "codecs": "Chooser Codec PACKED by_name by_number names",

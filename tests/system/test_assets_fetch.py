@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoTokenizer
 
 from asset_peers import listed, lists, lying, serves, through_valve
 from asset_targets import make_llama, make_plain, tensors
-from draftfeed_consumer.assets import MANIFEST, AssetsConfig, TargetDirectory
+from draftfeed_consumer.assets import AssetsConfig, TargetDirectory
 from draftfeed_consumer.assets_fetch import Fetched, fetch_target
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.errors import AssetError, AssetsLost, NoAssets, StreamClosed
 from draftfeed_proto import messages as m
+from draftfeed_proto.assets import TARGET_MANIFEST
 from draftfeed_proto.descriptor import Expectation
 from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES
 from harness import Producer, producing
@@ -227,7 +228,7 @@ def test_fetch_through_a_damaged_cable_ends_with_one_line(producer: Producer, ca
     ):
         fetch(cache, valve.address, lost_after_seconds=5.0)
     assert "\n" not in str(caught.value)
-    assert not list(cache.glob(f"*/{MANIFEST}"))
+    assert not list(cache.glob(f"*/{TARGET_MANIFEST}"))
 
 
 def test_two_at_once_on_one_machine_fetch_once(producer: Producer, cache: Path) -> None:
@@ -327,7 +328,7 @@ def renamed(name: str) -> list[m.AssetFile]:
         (renamed("pytorch_model.bin"), "is not the plain name"),
         (renamed("\x1b[2J.json"), "is not the plain name"),
         (renamed("Config.json"), "twice, or a name of ours"),
-        (renamed(MANIFEST), "twice, or a name of ours"),
+        (renamed(TARGET_MANIFEST), "twice, or a name of ours"),
         (
             [*listed(SMALL), m.AssetFile(name="x.json", bytes=1, digest="../x")],
             "is not 64 hex digits",
@@ -380,7 +381,7 @@ def test_a_producer_that_sends_what_was_not_asked_is_given_up(
     ):
         fetch(cache, liar.address)
     assert liar.address in str(caught.value)
-    assert not list(cache.glob(f"*/{MANIFEST}"))
+    assert not list(cache.glob(f"*/{TARGET_MANIFEST}"))
 
 
 def test_a_producer_that_sends_other_bytes_than_it_says_is_named(cache: Path) -> None:
@@ -390,7 +391,7 @@ def test_a_producer_that_sends_other_bytes_than_it_says_is_named(cache: Path) ->
         pytest.raises(AssetError, match=r"config.json came twice with another SHA-256"),
     ):
         fetch(cache, liar.address)
-    assert not list(cache.glob(f"*/{MANIFEST}"))
+    assert not list(cache.glob(f"*/{TARGET_MANIFEST}"))
 
 
 def test_an_empty_file_needs_no_piece(cache: Path) -> None:
@@ -472,7 +473,7 @@ def test_a_manifest_that_is_damaged_does_not_pass_for_one(
     producer: Producer, target: Path, cache: Path
 ) -> None:
     first = fetch(cache, producer.address)
-    (first.directory.path / MANIFEST).write_text("{")
+    (first.directory.path / TARGET_MANIFEST).write_text("{")
     assert not TargetDirectory(cache, first.directory.files).complete
     again = fetch(cache, producer.address)
     assert again.fetched_bytes == 0
