@@ -127,9 +127,9 @@ def _weight(target: Path) -> torch.Tensor:
     for path in sorted(target.glob("*.safetensors")):
         try:
             with safe_open(path, "pt") as file:
-                found = set(file.keys()).intersection(WEIGHTS)
-                if found:
-                    weight: torch.Tensor = file.get_tensor(found.pop())
+                names = file.keys()
+                if found := [name for name in WEIGHTS if name in names]:
+                    weight: torch.Tensor = file.get_tensor(found[0])
                     break
         except (OSError, SafetensorError) as error:
             raise FinalNormError(f"{path} cannot be read: {error}") from None

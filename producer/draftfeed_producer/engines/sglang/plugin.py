@@ -111,8 +111,9 @@ class _Capture:
         if not len(wanted):
             return None
         assert len(packed) >= n, (packed.shape, n, batch.forward_mode)
-        if self._final:
-            # Of every token, as `packed` is: SGLang keeps both or neither.
+        if not self._final:
+            last = None
+        else:  # of every token, as `packed` is: SGLang keeps both or neither
             assert last is not None, "SGLang keeps no final state of this model"
             assert len(last) == len(packed), (last.shape, packed.shape)
         return self.tap.take_pass(
@@ -122,7 +123,7 @@ class _Capture:
             positions[wanted],
             batch.input_ids[:n],
             kv_slots[:n] if self._by_slot else None,
-            last[:n] if self._final and last is not None else None,
+            None if last is None else last[:n],
         )
 
     def note_kv_slots(self, request: Any) -> None:
