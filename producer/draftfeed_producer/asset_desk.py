@@ -91,8 +91,11 @@ class AssetDesk:
         self._jobs.put(None)
         if self._thread.ident is not None:
             self._thread.join()
-        for file in self._files.values():
-            file.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
 
     @property
     def waiting(self) -> bool:
@@ -181,6 +184,7 @@ class AssetDesk:
         except (ModelError, OSError) as error:
             if self._stopped.is_set():
                 raise InterruptedError from None
+            self._close_files()
             logger.warning("training nodes need the target's own directory: %s", error)
             self._listing = m.Assets(stream_id=self._stream_id, reason=str(error))
             return
