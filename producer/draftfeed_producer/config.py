@@ -2,6 +2,7 @@
 
 import msgspec
 
+from draftfeed_producer.conversations import OutputConfig
 from draftfeed_producer.engines import CaptureConfig, EngineConfig, SyntheticConfig
 from draftfeed_producer.engines.config import SGLangConfig
 from draftfeed_producer.errors import ProducerError
@@ -21,12 +22,17 @@ class ProducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     spool: SpoolConfig
     server: ServerConfig = ServerConfig()
     quality: QualityConfig = QualityConfig()
+    output: OutputConfig = OutputConfig()
 
     def __post_init__(self) -> None:
         if self.capture.prefix_cache and not isinstance(self.engine, SGLangConfig):
             raise ValueError('[capture] prefix_cache is for [engine] name = "sglang": remove it')
+        if self.output.conversations is not None and self.capture.mode == "prefill":
+            raise ValueError('[output] conversations is for [capture] mode = "live": remove it')
         if not isinstance(self.engine, SyntheticConfig):
             return
+        if self.output.conversations is not None:
+            raise ValueError("the synthetic engine has no conversations: remove [output]")
         if self.target or self.prompts:
             raise ValueError("the synthetic engine has neither [target] nor [prompts]: remove them")
         if self.capture.mode == "prefill":

@@ -11,6 +11,7 @@ ProducerError (ValueError)
 ├── RingTooSmall          more rows at once than the staging ring has slots
 ├── EngineError           the engine cannot start, or keeps dying
 ├── BindError             the server cannot listen on its address
+├── OutputFileError       the file for conversations cannot be used
 └── SpoolError            the spool cannot be used
     ├── SpoolBusy         another producer owns it
     ├── SpoolMismatch     it was made for another stream or prompt file
@@ -100,6 +101,12 @@ class BindError(ProducerError):
             '"tcp://ADDRESS:PORT"'
         )
         self.address, self.reason = address, reason
+
+
+class OutputFileError(ProducerError):
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = path, reason
 
 
 class SpoolError(ProducerError):

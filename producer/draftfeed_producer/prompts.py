@@ -175,6 +175,14 @@ class PromptFile:
             self._skip(ordinal, error)
             return None
 
+    def raw(self, ordinal: int) -> bytes:
+        """The line as it is. Raises PromptError when there is none, or the file was changed."""
+        return self._read(ordinal)
+
+    def key(self, ordinal: int) -> str:
+        """What a prompt's samples are called. Raises PromptError."""
+        return _key(self._parse(self._read(ordinal), ordinal), ordinal)
+
     def close(self) -> None:
         self._file.close()
 

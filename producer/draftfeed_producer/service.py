@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from draftfeed_producer.admission import Admission
 from draftfeed_producer.config import ProducerConfig
+from draftfeed_producer.conversations import Conversations, Writer
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
-from draftfeed_producer.errors import ProducerError, SpoolFull
+from draftfeed_producer.errors import KeyFileError, ProducerError, SpoolFull
 from draftfeed_producer.listener import Listener
 from draftfeed_producer.prompts import PromptFile, prompt_limit
 from draftfeed_producer.responses import Gatekeeper, ResponseReader
@@ -21,7 +22,7 @@ from draftfeed_producer.server import Server, ServerStatistics
 from draftfeed_producer.sources import PromptSource, file_source, synthetic_source
 from draftfeed_producer.spool import Spool, SpoolStatistics
 from draftfeed_producer.spool.control import Tombstone
-from draftfeed_producer.target import Target, load_target
+from draftfeed_producer.target import Target, end_tokens, load_target
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import SampleId
@@ -67,10 +68,12 @@ class ProducerService:
         """observe: called with every sample before it is encoded."""
         self._config, self._observe = config, observe
         self._stopped = threading.Event()
+        self._listener: Listener | None = None
         self._engine: Engine | None = None
         self._spool: Spool | None = None
         self._server: Server | None = None
         self._admission: Admission | None = None
+        self._conversations: Conversations | None = None
         self._last: ProducerStatistics | None = None
         """When it has ended, and the spool is closed."""
         self._phase = "loading"
@@ -83,11 +86,12 @@ class ProducerService:
         codecs.PACKED.prepare()
         with ExitStack() as stack:
             source = open_prompts(self._config, stack)
-            listener = Listener(self._config.server)
+            listener = self._listener = Listener(self._config.server)
             stack.callback(listener.close)
             engine = self._load_engine(stack)
             spool = Spool(self._config.spool, engine.descriptor, source.shards)
             stack.callback(spool.close)
+            self._conversations = self._output(source, spool, stack)
             delivery = self._delivery(engine, source, spool)
             target, no_target = self._target_directory()
             server = Server(listener, spool, delivery, target, no_target=no_target)
@@ -107,6 +111,18 @@ class ProducerService:
         event takes, so another thread sets it.
         """
         threading.Thread(target=self._stop, name="stop", daemon=True).start()
+
+    def reload(self) -> None:
+        """Read again what may change while it runs: the keys of the clients. What cannot be used
+        is logged, and what was known before stays."""
+        access = self._listener.access if self._listener else None
+        if access is None:
+            logger.info("nothing to reload: there are no keys")
+            return
+        try:
+            logger.info("%d clients are known", access.reload())
+        except KeyFileError as error:
+            logger.error("the clients' keys stay as they were: %s", error)
 
     def _stop(self) -> None:
         self._stopped.set()
@@ -148,6 +164,15 @@ class ProducerService:
         if source.responses is None:
             return None
         return Gatekeeper(source.responses, self._config.quality)
+
+    def _output(self, source: PromptSource, spool: Spool, stack: ExitStack) -> Conversations | None:
+        path = self._config.output.conversations
+        if source.writer is None or path is None:
+            return None
+        conversations = Conversations(Path(path).expanduser(), source.writer)
+        stack.callback(conversations.close)
+        conversations.reconcile(spool, source.ids.within(spool.shards))
+        return conversations
 
     def _load_engine(self, stack: ExitStack) -> Engine:
         config = self._config
@@ -208,6 +233,7 @@ class ProducerService:
                 self._observe(sample)
             admission.finished(sample)
             admission.wait(partial(self._stored, sample, spool, server))
+            admission.wait(partial(self._written, sample))
             admission.stored(sample.id)
 
     def _stored(self, sample: Sample, spool: Spool, server: Server, pause_seconds: float) -> bool:
@@ -215,6 +241,20 @@ class ProducerService:
         try:
             server.stored(spool.append(sample).header)
         except SpoolFull:
+            self._stopped.wait(pause_seconds)
+            return False
+        return True
+
+    def _written(self, sample: Sample, pause_seconds: float) -> bool:
+        """Beside the stream. A full disk is waited out, too; what a stop leaves out is written at
+        the next start."""
+        if self._conversations is None:
+            return True
+        try:
+            self._conversations.write(sample)
+        except OSError as error:
+            if not pause_seconds:  # the first try
+                logger.error("[output] conversations cannot be written: %s", error.strerror)
             self._stopped.wait(pause_seconds)
             return False
         return True
@@ -266,7 +306,11 @@ def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
     vocab_size = descriptor.vocab_size
     file = PromptFile(prompts_config, target.tokenizer, limit, capture.mode, vocab_size)
     stack.callback(file.close)
-    return file_source(file, limit, ResponseReader(target.tokenizer))
+    source = file_source(file, limit, ResponseReader(target.tokenizer))
+    if config.output.conversations is None:
+        return source
+    ends = {*end_tokens(target), *engine.sampling.stop_token_ids}
+    return source._replace(writer=Writer(config.output, file, target.tokenizer, ends))
 
 
 def _staged_rows(descriptor: Descriptor, staging_bytes: int, to_come: int) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from draftfeed_producer.conversations import Writer
 from draftfeed_producer.engines.synthetic import (
     SyntheticConfig,
     synthetic_ids,
@@ -28,6 +29,8 @@ class PromptSource(NamedTuple):
     """None for a line found to be no prompt only now. Raises PromptError."""
     responses: ResponseReader | None = None
     """None where the answers are not a target's."""
+    writer: Writer | None = None
+    """Of finished conversations. None where nobody wants them."""
 
 
 def file_source(file: PromptFile, longest_prompt: int, responses: ResponseReader) -> PromptSource:

@@ -17,6 +17,7 @@ from draftfeed_consumer.trainers import TrainerConfig
 from draftfeed_consumer.trainers.specforge_options import SpecForgeOptions
 from draftfeed_deploy.config import build
 from draftfeed_producer.config import ProducerConfig
+from draftfeed_producer.conversations import OutputConfig
 from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
 from draftfeed_producer.engines.config import CaptureConfig, SamplingConfig
 from draftfeed_producer.listener import ServerConfig
@@ -38,6 +39,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "`[spool]`": SpoolConfig,
     "`[server]`": ServerConfig,
     "`[quality]`:": QualityConfig,
+    "`[output]`:": OutputConfig,
     "`[producer]`": ClientConfig,
     "`[buffer]`": BufferConfig,
     "`[trainer]`": TrainerConfig,

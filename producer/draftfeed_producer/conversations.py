@@ -1,0 +1,220 @@
+"""Finished conversations as JSON lines beside the stream, each prompt once, in a form that prefill
+mode reads again.
+
+A line is written when its sample is in the spool. What a kill or a full disk left out is written at
+the next start from the spool's tokens; what the spool has lost meanwhile is taken out again, since
+it is generated anew.
+"""
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from draftfeed_producer.errors import OutputFileError
+from draftfeed_producer.prompts import PromptFile
+from draftfeed_producer.spool import Spool
+from draftfeed_producer.spool.files import sync_directory
+from draftfeed_proto.chunk import decode_tokens
+from draftfeed_proto.errors import ProtoError
+from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+Table = dict[str, Any]
+BEGIN, END = "<think>", "</think>"
+
+
+class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is written beside the stream."""
+
+    conversations: str | None = None
+    """File for finished conversations, as JSON lines; appended to. None: no such file."""
+    form: Literal["messages", "ids"] = "messages"
+    """messages: as the prompt was, with the response as text. ids: tokens, exactly as they were
+    generated."""
+
+
+class Writer:
+    """Makes lines. `ends` are the tokens that end a response."""
+
+    def __init__(
+        self, config: OutputConfig, file: PromptFile, tokenizer: Any, ends: set[int]
+    ) -> None:
+        self._ids_only = config.form == "ids"
+        self._file, self._tokenizer, self._ends = file, tokenizer, ends
+
+    def key(self, id: SampleId) -> str:
+        """What the line of a sample is called. Raises PromptError."""
+        return self._file.key(id.ordinal)
+
+    def line(
+        self, id: SampleId, input_ids: np.ndarray, loss_mask: np.ndarray, finish_reason: str
+    ) -> bytes:
+        """input_ids: int32[n+1]; loss_mask: uint8[n+1], 1 on the response. Raises PromptError when
+        the prompt file was changed."""
+        prompt = msgspec.json.decode(self._file.raw(id.ordinal))
+        mask = loss_mask.astype(bool)
+        line: Table = {"id": self.key(id), "finish_reason": finish_reason}
+        if self._ids_only or "prompt_ids" in prompt:
+            line["prompt_ids"] = input_ids[~mask].tolist()
+            line["response_ids"] = input_ids[mask].tolist()
+        else:
+            line |= self._with_text(prompt, input_ids[mask])
+        return msgspec.json.encode(line) + b"\n"
+
+    def _with_text(self, prompt: Table, response: np.ndarray) -> Table:
+        if len(response) and int(response[-1]) in self._ends:
+            response = response[:-1]
+        text: str = self._tokenizer.decode(response, skip_special_tokens=False)
+        if "prompt" in prompt:
+            return {"prompt": prompt["prompt"], "response": text}
+        kept = {key: prompt[key] for key in ("tools",) if prompt.get(key) is not None}
+        return {**kept, "messages": [*prompt["messages"], _answer(text)]}
+
+
+def _answer(text: str) -> Table:
+    """Thinking apart from the rest, as chat templates want it."""
+    thought, ended, rest = text.partition(END)
+    if not ended:
+        return {"role": "assistant", "content": text}
+    thought = thought.strip().removeprefix(BEGIN).strip()
+    answer = {"role": "assistant", "content": rest.lstrip()}
+    return {**answer, "reasoning_content": thought} if thought else answer
+
+
+class Conversations:
+    """The file. Owns it, and a lock on it, until `close()`. One thread uses it."""
+
+    def __init__(self, path: Path, writer: Writer) -> None:
+        """Raises OutputFileError when it cannot be opened, or another process writes it."""
+        self._path, self._writer = path, writer
+        self._written = IdSet()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise OutputFileError(path, f"cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise OutputFileError(path, "another producer writes it; give each its own") from None
+
+    def reconcile(self, spool: Spool, ids: IdSet) -> None:
+        """Before anything is generated: the file is made to say what the spool does.
+
+        ids: prompts of the spool's shards. Raises OutputFileError for a file of another prompt
+        file's, or that cannot be written.
+        """
+        try:
+            self._keep_whole(spool, ids)
+            self._recover(spool, ids)
+            os.fsync(self._fd)
+        except OSError as error:
+            raise OutputFileError(self._path, f"cannot be written: {error.strerror}") from None
+
+    def write(self, sample: Sample) -> None:
+        """A sample that is made again has its line already. Raises OSError; nothing of the line is
+        left then."""
+        if sample.id not in self._written:
+            line = self._writer.line(
+                sample.id, sample.input_ids, sample.loss_mask, sample.finish_reason
+            )
+            self._append(sample.id, line)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _append(self, id: SampleId, line: bytes) -> None:
+        end = os.lseek(self._fd, 0, os.SEEK_END)
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            os.ftruncate(self._fd, end)
+            raise
+        self._written.add(id)
+
+    def _keep_whole(self, spool: Spool, ids: IdSet) -> None:
+        """Cut a torn tail, and leave out what is to be generated again."""
+        if not os.fstat(self._fd).st_size:
+            return
+        by_key = {self._writer.key(id): id for id in ids}
+        part = self._path.with_name(self._path.name + ".part")
+        dropped = 0
+        with part.open("wb") as kept:
+            for number, line in enumerate(self._lines(), start=1):
+                id = by_key.get(_key(line))
+                if id is None and line.endswith(b"\n"):
+                    raise self._foreign(part, number)
+                if id is None or id in self._written or not spool.finished(id):
+                    dropped += 1
+                    continue
+                self._written.add(id)
+                kept.write(line)
+            kept.flush()
+            os.fsync(kept.fileno())
+        if not dropped:
+            part.unlink()
+            return
+        logger.warning("%s: %d lines are not whole, or are generated again", self._path, dropped)
+        self._replace(part)
+
+    def _foreign(self, part: Path, number: int) -> OutputFileError:
+        part.unlink()
+        return OutputFileError(
+            self._path,
+            f"line {number} is of no prompt of this producer; choose another [output] "
+            "conversations",
+        )
+
+    def _replace(self, part: Path) -> None:
+        fd = os.open(part, os.O_RDWR | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.replace(part, self._path)
+        sync_directory(self._path.absolute().parent)
+        os.close(self._fd)
+        self._fd = fd
+
+    def _lines(self) -> Iterator[bytes]:
+        with open(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            yield from file
+
+    def _recover(self, spool: Spool, ids: IdSet) -> None:
+        """Write what the spool has and the file has not."""
+        gone = 0
+        for id in ids:
+            if id in self._written or id in spool.tombstones or not spool.finished(id):
+                continue
+            header = spool.header_of(id)
+            if header is None:
+                gone += 1
+                continue
+            try:
+                tokens = decode_tokens(spool.read_chunk(id, 0))
+            except ProtoError:  # it is damaged: whoever reads it will have it made again
+                continue
+            self._append(id, self._writer.line(id, *tokens, header.finish_reason))
+        if gone:
+            logger.warning(
+                "%s: %d samples ended before this file was written; their tokens are gone",
+                self._path,
+                gone,
+            )
+
+
+def _key(line: bytes) -> str:
+    try:
+        found = msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return ""
+    key = found.get("id") if isinstance(found, dict) else None
+    return key if isinstance(key, str) else ""

@@ -1,0 +1,319 @@
+"""`[output] conversations`: what was generated as JSON lines, each prompt once whatever happens."""
+
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import tiny_models
+from draftfeed_producer.config import ProducerConfig
+from draftfeed_producer.conversations import OutputConfig, Writer
+from draftfeed_producer.engines import (
+    CaptureConfig,
+    SamplingConfig,
+    SyntheticConfig,
+    TransformersConfig,
+)
+from draftfeed_producer.errors import OutputFileError
+from draftfeed_producer.listener import ServerConfig
+from draftfeed_producer.prompts import Prompt, PromptFile, PromptsConfig
+from draftfeed_producer.service import ProducerService
+from draftfeed_producer.spool import SpoolConfig
+from draftfeed_producer.spool.files import free_bytes
+from draftfeed_producer.spool.reader import Reader
+from draftfeed_producer.target import TargetConfig
+from draftfeed_proto.sample import Sample
+from waiting import eventually
+
+COUNT = 20
+Table = dict[str, Any]
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Running:
+    """A service in a thread of its own, from a new start to its end."""
+
+    def __init__(self, config: ProducerConfig) -> None:
+        self.generated: list[str] = []
+        self.service = ProducerService(config, self._observe)
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _observe(self, sample: Sample) -> None:
+        self.generated.append(sample.key)
+
+    def _run(self) -> None:
+        try:
+            self.service.run()
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            self.failure = error
+
+    def made_all(self) -> None:
+        eventually(lambda: self.service.statistics().phase == "delivering", "all samples")
+        self.close()
+
+    def failed(self) -> BaseException | None:
+        self._thread.join(timeout=60)
+        return self.failure
+
+    def close(self) -> None:
+        self.service.stop()
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+
+
+class Run:
+    """Prompts, a spool and a file, with one producer after the other."""
+
+    def __init__(self, directory: Path, target: Path) -> None:
+        self.directory, self._target = directory, target
+        self.file, self.spool = directory / "done.jsonl", directory / "spool"
+        self.prompts = directory / "prompts.jsonl"
+        lines = [{"id": f"q-{n}", "prompt": f"number {n}"} for n in range(COUNT - 2)]
+        chat = [{"role": "user", "content": "hello fox"}]
+        more: list[Table] = [{"messages": chat, "tools": [{"name": "t"}]}, {"prompt_ids": [5, 6]}]
+        self.prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
+        self.keys = [f"q-{n}" for n in range(COUNT - 2)] + [str(COUNT - 2), str(COUNT - 1)]
+        self._producers = 0
+        self._started: list[Running] = []
+
+    def start(self, form: Any = "ids", seed: int = 0, file: Path | None = None) -> Running:
+        self._producers += 1
+        sampling = SamplingConfig(max_new_tokens=12, temperature=1.0, seed=seed)
+        engine = TransformersConfig(dtype="float32", batch_size=4, threads=1, sampling=sampling)
+        config = ProducerConfig(
+            engine=engine,
+            target=TargetConfig(path=str(self._target), layer_ids=(1,)),
+            prompts=PromptsConfig(path=str(self.prompts)),
+            spool=SpoolConfig(dir=self.spool, min_free_bytes=0),
+            server=ServerConfig(bind=f"ipc://{self.directory}/{self._producers}.sock"),
+            output=OutputConfig(conversations=str(file or self.file), form=form),
+        )
+        self._started.append(Running(config))
+        return self._started[-1]
+
+    def lines(self) -> dict[str, Table]:
+        lines = [json.loads(line) for line in self.file.read_text().splitlines()]
+        assert len({line["id"] for line in lines}) == len(lines), "a prompt is there twice"
+        return {line["id"]: line for line in lines}
+
+    def stored(self) -> dict[str, tuple[list[int], list[int], str]]:
+        """(prompt, response, finish reason) of each sample, by key."""
+        reader = Reader(self.spool)
+        found = {}
+        for record in reader.records():
+            sample = reader.sample(record)
+            assert sample is not None
+            mask = sample.loss_mask.astype(bool)
+            ids = sample.input_ids
+            found[sample.key] = (ids[~mask].tolist(), ids[mask].tolist(), sample.finish_reason)
+        return found
+
+    def assert_same(self) -> None:
+        """File and spool say the same of every prompt."""
+        lines = self.lines()
+        assert sorted(lines) == sorted(self.keys)
+        said = {
+            key: (line["prompt_ids"], line["response_ids"], line["finish_reason"])
+            for key, line in lines.items()
+        }
+        assert said == self.stored()
+
+    def close(self) -> None:
+        for one in self._started:
+            one.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny_qwen3: Path) -> Iterator[Run]:
+    one = Run(tmp_path, tiny_qwen3)
+    yield one
+    one.close()
+
+
+def test_every_finished_prompt_has_a_line_with_its_tokens(run: Run):
+    run.start().made_all()
+    run.assert_same()
+
+
+def test_prefill_mode_reads_the_same_tokens_from_it(run: Run):
+    run.start().made_all()
+    tokenizer = tiny_models.make_tokenizer(run.directory / "t")
+    config = PromptsConfig(path=str(run.file))
+    file = PromptFile(config, tokenizer, 400, "prefill", tiny_models.VOCAB)
+    prompts = list(file.prompts())
+    file.close()
+    assert len(prompts) == COUNT
+    stored = run.stored()
+    for prompt in prompts:
+        assert prompt.response_ids is not None
+        ids = (prompt.input_ids.tolist(), prompt.response_ids.tolist(), prompt.finish_reason)
+        assert ids == stored[prompt.key]
+
+
+def test_what_a_kill_left_out_or_torn_is_written_at_the_next_start(run: Run):
+    run.start().made_all()
+    lines = run.file.read_bytes().splitlines(keepends=True)
+    run.file.write_bytes(b"".join(lines[2:-1]) + lines[-1][:17])
+    second = run.start()
+    second.made_all()
+    assert second.generated == []
+    run.assert_same()
+
+
+def test_what_the_spool_has_lost_is_taken_out_and_generated_again(run: Run):
+    """A power failure took the last samples of the spool, and not their lines."""
+    run.start().made_all()
+    (segment,) = run.spool.glob("*.seg")
+    record = list(Reader(run.spool).records())[-3]
+    os.truncate(segment, record.place[1])
+    second = run.start(seed=1)
+    second.made_all()
+    assert len(second.generated) == 3
+    run.assert_same()
+
+
+def test_it_can_be_asked_for_later(run: Run):
+    first = run.start(file=run.directory / "elsewhere.jsonl")
+    first.made_all()
+    run.start().made_all()
+    run.assert_same()
+
+
+def test_messages_keep_the_prompt_as_it_was(run: Run):
+    run.start(form="messages").made_all()
+    lines = run.lines()
+    assert sorted(lines) == sorted(run.keys)
+    assert lines["q-3"]["prompt"] == "number 3"
+    chat = lines[str(COUNT - 2)]
+    assert chat["messages"][0] == {"role": "user", "content": "hello fox"}
+    assert chat["messages"][1]["role"] == "assistant"
+    assert chat["tools"] == [{"name": "t"}]
+    assert lines[str(COUNT - 1)]["prompt_ids"] == [5, 6]
+
+
+def test_a_file_of_other_prompts_is_refused_and_left_as_it_is(run: Run):
+    text = '{"id": "q-1", "prompt": "x", "response": "y"}\n{"id": "stranger"}\n'
+    run.file.write_text(text)
+    failure = run.start().failed()
+    assert isinstance(failure, OutputFileError)
+    assert "line 2 is of no prompt" in str(failure)
+    assert run.file.read_text() == text
+    assert not list(run.directory.glob("*.part"))
+
+
+def test_two_producers_do_not_share_a_file(run: Run, tmp_path: Path):
+    first = run.start()
+    eventually(lambda: run.file.exists() and run.file.stat().st_size > 0, "the first line")
+    run.spool = tmp_path / "another"
+    failure = run.start().failed()
+    assert isinstance(failure, OutputFileError)
+    assert "another producer writes it" in str(failure)
+    run.spool = tmp_path / "spool"
+    first.made_all()
+    run.assert_same()
+
+
+def test_a_directory_that_is_not_there_is_one_line(run: Run):
+    failure = run.start(file=run.directory / "nowhere" / "done.jsonl").failed()
+    assert isinstance(failure, OutputFileError)
+    assert "cannot be written: No such file" in str(failure)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a small disk cannot be mounted: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_full_disk_is_waited_out(run: Run, small_disk: Path):
+    run.file = small_disk / "done.jsonl"
+    other = small_disk / "somebody-else"
+    with other.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free_bytes(small_disk))
+    producer = run.start()
+    eventually(lambda: producer.service.statistics().spool_full_seconds > 0, "a stall")
+    assert len(producer.generated) < COUNT
+    other.unlink()
+    producer.made_all()
+    run.assert_same()
+
+
+def tokens_of(tokenizer: Any, prompt: str, response: str) -> tuple[np.ndarray, np.ndarray]:
+    first = tokenizer(prompt)["input_ids"]
+    second = [*tokenizer(response)["input_ids"], tiny_models.EOS]
+    ids = np.array([*first, *second], np.int32)
+    return ids, np.array([0] * len(first) + [1] * len(second), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("hello", {"content": "hello"}),
+        (
+            "<think>\nthe fox\n</think>\n\nhello",
+            {"content": "hello", "reasoning_content": "the fox"},
+        ),
+        ("<think>\nthe fox", {"content": "<think>\nthe fox"}),
+    ],
+)
+def test_a_chat_reads_back_as_the_tokens_that_were_generated(
+    tmp_path: Path, response: str, message: Table
+):
+    tokenizer = tiny_models.make_tokenizer(tmp_path / "t")
+    tokenizer.chat_template = THINKING
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "messages": [{"role": "user", "content": "fox?"}]}\n')
+    file = PromptFile(PromptsConfig(path=str(prompts)), tokenizer, 200)
+    (prompt,) = file.prompts()
+    text = "<|im_start|>user\nfox?<|im_end|>\n<|im_start|>assistant\n"
+    ids, mask = tokens_of(tokenizer, text, response)
+    assert ids[: len(prompt.input_ids)].tolist() == prompt.input_ids.tolist()
+    writer = Writer(OutputConfig(), file, tokenizer, {tiny_models.EOS})
+    line = msgspec.json.decode(writer.line(prompt.id, ids, mask, "stop"))
+    file.close()
+    assert line["messages"][1] == {"role": "assistant", **message}
+    back = read_back(tmp_path / "done.jsonl", line, tokenizer)
+    assert back.response_ids is not None
+    assert [*back.input_ids, *back.response_ids] == ids.tolist()
+    assert len(back.response_ids) == mask.sum()
+
+
+def read_back(path: Path, line: Table, tokenizer: Any) -> Prompt:
+    path.write_text(json.dumps(line) + "\n")
+    file = PromptFile(PromptsConfig(path=str(path)), tokenizer, 200, "prefill")
+    (prompt,) = file.prompts()
+    file.close()
+    return prompt
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"capture": CaptureConfig(mode="prefill")}, {"engine": SyntheticConfig()}],
+)
+def test_where_nothing_is_generated_it_is_refused(tmp_path: Path, change: Table):
+    make: Callable[..., Any] = ProducerConfig
+    with pytest.raises(ValueError, match=r"\[output\]"):
+        make(
+            **{"engine": TransformersConfig(), **change},
+            spool=SpoolConfig(dir=tmp_path),
+            output=OutputConfig(conversations="x"),
+        )
