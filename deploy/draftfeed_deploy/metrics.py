@@ -2,17 +2,20 @@
 `draftfeed_consumer_*`: bytes, seconds, samples and tokens, counters since the process began."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
 
+from draftfeed_deploy.lengths import LENGTH_BOUNDS, no_lengths
 from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot, Snapshot
 from draftfeed_proto.descriptor import Descriptor
 
@@ -90,6 +93,12 @@ def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterat
     )
     yield _counter(p + "generated_samples", "Samples finished.", now.samples)
     yield _counter(p + "generated_tokens", "Tokens of responses.", now.response_tokens)
+    yield _lengths(p + "response_tokens", now)
+    yield _counter(
+        p + "generating_seconds",
+        "Time in which the engine was there and prompts were left, with its pauses.",
+        now.generating_seconds,
+    )
     yield _counter(p + "fed_tokens", "Tokens fed to the target in finished samples.", now.tokens)
     yield _counter(p + "captured_rows", "Rows captured, of unfinished samples too.", now.captured)
     yield _counter(
@@ -140,6 +149,14 @@ def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterat
         "cause",
     )
     yield from _layers(p, now, stream)
+
+
+def _lengths(name: str, now: ProducerSnapshot) -> Metric:
+    counts = now.response_lengths or no_lengths()
+    bounds = [*map(str, LENGTH_BOUNDS), "+Inf"]
+    buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
+    words = "Samples by the tokens of their response."
+    return HistogramMetricFamily(name, words, buckets=buckets, sum_value=now.response_tokens)
 
 
 def _layers(p: str, now: ProducerSnapshot, stream: Descriptor | None) -> Iterator[Metric]:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draftfeed_deploy.foreground import on_signal, open_log, watched
+from draftfeed_deploy.foreground import on_hangup, on_signal, open_log, watched
+from draftfeed_deploy.lengths import class_of, no_lengths
 from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.producer_file import ProducerFile
@@ -28,11 +30,31 @@ class Generated:
     def __init__(self, log: JsonLines | None) -> None:
         self._log = log
         self.logical_bytes = 0
+        self.lengths = no_lengths()
 
     def __call__(self, sample: Sample) -> None:
         self.logical_bytes += sample.hidden_states.nbytes
+        self.lengths[class_of(int(sample.loss_mask.sum()))] += 1
         if self._log is not None:
             self._log.write(_record(sample))
+
+
+class Stopwatch:
+    """Seconds in which a service was generating, by the snapshots that are taken of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """The monitor and whoever asks for metrics take snapshots."""
+        self._seconds = 0.0
+        self._last: tuple[float, str] | None = None
+
+    def at(self, now: float, phase: str) -> float:
+        """now: monotonic seconds. phase: what it does from now on."""
+        with self._lock:
+            if self._last is not None and self._last[1] == "generating":
+                self._seconds += max(0.0, now - self._last[0])
+            self._last = now, phase
+            return self._seconds
 
 
 def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -> bool:
@@ -42,10 +64,14 @@ def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -
         status = stack.enter_context(Status(config.status))
         generated = Generated(open_log(stack, run_dir, "samples.jsonl"))
         service = ProducerService(config, generated)
+        stopwatch = Stopwatch()
         stack.enter_context(on_signal(service.stop))
+        stack.enter_context(on_hangup(service.reload))
 
         def snapshot() -> ProducerSnapshot:
-            return producer_snapshot(service.statistics(), generated.logical_bytes)
+            statistics = service.statistics()
+            seconds = stopwatch.at(time.monotonic(), statistics.phase)
+            return producer_snapshot(statistics, generated, seconds)
 
         status.show(_pages(service, snapshot))
         stack.enter_context(watched("producer", snapshot, run_dir, console))
@@ -93,7 +119,9 @@ def _write_tombstones(service: ProducerService, run_dir: Path | None) -> None:
                 log.write(Rejection(id=str(one.id), reason=f"{one.state}: {one.reason}"))
 
 
-def producer_snapshot(statistics: ProducerStatistics, logical_bytes: int) -> ProducerSnapshot:
+def producer_snapshot(
+    statistics: ProducerStatistics, generated: Generated, generating_seconds: float
+) -> ProducerSnapshot:
     spool, server = statistics.spool, statistics.server
     counters = statistics.counters
     figures = server.figures if server else DeliveryFigures()
@@ -106,7 +134,9 @@ def producer_snapshot(statistics: ProducerStatistics, logical_bytes: int) -> Pro
         captured=statistics.captured,
         recaptured=statistics.recaptured,
         response_tokens=statistics.response_tokens,
-        logical_bytes=logical_bytes,
+        response_lengths=list(generated.lengths),
+        generating_seconds=round(generating_seconds, 3),
+        logical_bytes=generated.logical_bytes,
         encoded_bytes=spool.encoded_bytes if spool else 0,
         wire_bytes=server.wire_bytes if server else 0,
         spool_bytes=spool.bytes if spool else 0,

@@ -29,6 +29,10 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     recaptured: int = 0
     """Samples that lacked rows and were made again."""
     response_tokens: int = 0
+    response_lengths: list[int] = []
+    """Those samples by the tokens of their response: up to 1, 2, 4 ..., and more."""
+    generating_seconds: float = 0.0
+    """Time in which the engine was there and prompts were left; pauses are in it."""
     logical_bytes: int
     """Hidden states alone, as the target made them: tokens x layers x hidden size x 2."""
     encoded_bytes: int = 0
