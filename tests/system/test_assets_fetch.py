@@ -1,7 +1,5 @@
 """The target's files on their way to a training node: resumed, cut, spoiled, lied about."""
 
-import contextlib
-import io
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +10,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
+import tiny_models
 from asset_peers import listed, lists, lying, serves, through_valve
 from asset_targets import make_llama, make_plain, tensors
 from draftfeed_consumer.assets import AssetsConfig, TargetDirectory
 from draftfeed_consumer.assets_fetch import Fetched, fetch_target
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.errors import AssetError, AssetsLost, NoAssets, StreamClosed
+from draftfeed_consumer.trainers.dflash import frozen_parts
 from draftfeed_proto import messages as m
 from draftfeed_proto.assets import TARGET_MANIFEST
 from draftfeed_proto.descriptor import Expectation
@@ -75,23 +75,32 @@ def part_bytes(cache: Path) -> int:
     return part.stat().st_size if part else 0
 
 
-def test_fetched_directory_is_one_that_trainers_load(tmp_path: Path, cache: Path) -> None:
-    from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
-
-    target = make_llama(tmp_path / "target", shards=True)
+@pytest.mark.parametrize(
+    ("make", "model_type"),
+    [
+        (lambda path: make_llama(path, shards=True), "llama"),
+        (lambda path: make_llama(path, tied=True), "llama"),
+        (tiny_models.make_qwen35_multimodal, "qwen3_5"),
+    ],
+    ids=["in shards", "tied", "multimodal"],
+)
+def test_fetched_directory_is_one_that_trainers_load(
+    make: Callable[[Path], Path], model_type: str, tmp_path: Path, cache: Path
+) -> None:
+    """By SpecForge's TargetEmbeddingsAndHead, and by transformers."""
+    target = make(tmp_path / "target")
     with producing(tmp_path / "spool", target=target) as made:
         fetched = fetch(cache, made.address)
+    directory = fetched.directory.path
     assert fetched.stream_id == DESCRIPTOR.stream_id()
-    with contextlib.redirect_stdout(io.StringIO()):
-        frozen, own = (
-            TargetEmbeddingsAndHead.from_pretrained(str(path), device="cpu")
-            for path in (fetched.directory.path, target)
-        )
+    frozen, own = (frozen_parts(path, torch.bfloat16) for path in (directory, target))
     assert torch.equal(frozen.embed_tokens.weight, own.embed_tokens.weight)
     assert torch.equal(frozen.lm_head.weight, own.lm_head.weight)
-    tokenizer = AutoTokenizer.from_pretrained(fetched.directory.path)
-    assert tokenizer("hello")["input_ids"]
-    assert AutoConfig.from_pretrained(fetched.directory.path).model_type == "llama"
+    assert frozen.embed_tokens.weight.any()
+    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (directory, target)]
+    one, other = (tokenizer("hello small fox")["input_ids"] for tokenizer in tokenizers)
+    assert one == other
+    assert AutoConfig.from_pretrained(directory).model_type == model_type
 
 
 def test_what_is_there_does_not_travel_again(producer: Producer, target: Path, cache: Path) -> None:
