@@ -7,6 +7,7 @@ DeployError (ValueError)
 │   └── SmolLM2Unavailable  the one that carries the demo's model
 ├── DemoError           a directory that the demo will not write to
 ├── StatusBindError     the address of [status] cannot be listened at
+├── ServiceUnreachable  a running service that does not answer, or is none
 ├── DirectoryInUse      another consumer trains into the same output directory
 ├── NothingToDrain      no consumer that could be drained from here
 ├── NothingToMeasure    a spool without a sample
@@ -54,6 +55,12 @@ class StatusBindError(DeployError):
     def __init__(self, address: str, reason: str) -> None:
         super().__init__(f"[status] bind: cannot listen at {address}: {reason.lower()}")
         self.address, self.reason = address, reason
+
+
+class ServiceUnreachable(DeployError):
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.url, self.reason = url, reason
 
 
 class DirectoryInUse(DeployError):
