@@ -20,6 +20,7 @@ from draftfeed_consumer.assets import (
 )
 from draftfeed_consumer.assets_progress import Progress
 from draftfeed_consumer.client import ClientConfig
+from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import AssetError, AssetsLost, NoAssets, StreamClosed
 from draftfeed_consumer.line import Line
 from draftfeed_consumer.link import LinkDown
@@ -77,17 +78,20 @@ def fetch_target(
     StreamClosed when stopped.
     """
     addresses = [address for address in producer.addresses if address not in without]
+    credentials = producer.credentials()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         lost_after = producer.lost_after_seconds
-        with _Listing(context, addresses, stopped) as listing:
+        with _Listing(context, addresses, credentials, stopped) as listing:
             answers = listing.wait(patience_seconds, lost_after)
         sources = _agreed(answers, config, expect)
         first = next(iter(sources.values()))
         directory = TargetDirectory(config.root, first.files)
         fetched = 0
         if not directory.complete:
-            with _Download(context, directory, list(sources), config, lost_after, stopped) as one:
+            now = time.monotonic()
+            lines = [Line(address, now, credentials) for address in sources]
+            with _Download(context, directory, lines, config, lost_after, stopped) as one:
                 fetched = one.run()
         return Fetched(directory, first.stream_id, fetched)
     finally:
@@ -130,11 +134,12 @@ class _Listing:
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         addresses: Sequence[Address],
+        credentials: Credentials | None,
         stopped: Stopped,
     ) -> None:
         now = time.monotonic()
         self._context, self._stopped = context, stopped
-        self._lines = {address: Line(address, now) for address in addresses}
+        self._lines = {address: Line(address, now, credentials) for address in addresses}
         self._answers: dict[Address, m.Assets] = {}
         self._passed: set[Address] = set()
         """Cannot be reached, and need not be waited for when another has files."""
@@ -242,14 +247,14 @@ class _Download:
         self,
         context: "zmq.Context[zmq.Socket[bytes]]",
         directory: TargetDirectory,
-        addresses: Sequence[Address],
+        lines: Sequence[Line],
         config: AssetsConfig,
         lost_after_seconds: float,
         stopped: Stopped,
     ) -> None:
         now = time.monotonic()
         self._context, self._directory, self._stopped = context, directory, stopped
-        self._lines = deque(Line(address, now) for address in addresses)
+        self._lines = deque(lines)
         """The first is the one that is asked."""
         self._stall_seconds, self._lost_after_seconds = config.stall_seconds, lost_after_seconds
         self._listed = False

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import zmq
 
+from draftfeed_consumer import credentials
 from draftfeed_consumer.actions import (
     Acknowledged,
     Action,
@@ -26,6 +28,7 @@ from draftfeed_consumer.actions import (
     Say,
 )
 from draftfeed_consumer.buffer import Buffer
+from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import ConsumerError, StreamClosed
 from draftfeed_consumer.ledger import Ledger, LedgerState
 from draftfeed_consumer.line import Line
@@ -36,6 +39,7 @@ from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
+from draftfeed_proto.keys import local
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -57,12 +61,32 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lost_after_seconds: float = 600.0
     """A link that was up and stays down for longer ends the stream with StreamLost. Before the
     first attachment the consumer waits for as long as it takes."""
+    key: Path | None = None
+    """Secret key file of this consumer; its public one is among the producers' `clients`."""
+    server_key: Path | None = None
+    """Public key file of the producers."""
+    insecure: bool = False
+    """Connect to other machines without keys."""
 
     def __post_init__(self) -> None:
         if self.lost_after_seconds < 0:
             raise ValueError(f"lost_after_seconds is {self.lost_after_seconds}, it must be >= 0")
         if not self.addresses or len(set(self.addresses)) != len(self.addresses):
             raise ValueError(f"addresses must name each producer once, not {self.addresses!r}")
+        if (self.key is None) != (self.server_key is None):
+            raise ValueError("key and server_key belong together, and one is missing")
+        away = [address for address in self.addresses if not local(address)]
+        if self.key is None and not self.insecure and away:
+            raise ValueError(
+                f"{away[0]} is on another machine, and there are no keys for it; set key and "
+                "server_key (`draftfeed keygen` makes them), or insecure = true"
+            )
+
+    def credentials(self) -> Credentials | None:
+        """Raises KeyFileError."""
+        if self.key is None or self.server_key is None:
+            return None
+        return credentials.read(self.key, self.server_key)
 
 
 class Client:
@@ -101,7 +125,8 @@ class Client:
         self._acknowledged_number = 0
         self._counts = ClientStatistics(False, 0, 0, 0, 0, 0, 0.0)
         now = time.monotonic()
-        self._lines = {address: Line(address, now) for address in config.addresses}
+        keys = config.credentials()
+        self._lines = {address: Line(address, now, keys) for address in config.addresses}
         self._member: Membership | None = None
         self._thread = threading.Thread(target=self._run, name="client", daemon=True)
 

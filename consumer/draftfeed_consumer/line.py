@@ -4,6 +4,7 @@ from typing import Literal
 
 import zmq
 
+from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import ProducerClosing, StreamError, StreamLost
 from draftfeed_consumer.link import Link
 
@@ -19,8 +20,9 @@ REPORT_SECONDS = 10.0
 class Line:
     """Times are monotonic seconds, given by the caller."""
 
-    def __init__(self, address: str, now: float) -> None:
+    def __init__(self, address: str, now: float, credentials: Credentials | None = None) -> None:
         self.address = address
+        self._credentials = credentials
         self.link: Link | None = None
         self.linked = False
         """The handshake was seen."""
@@ -44,7 +46,7 @@ class Line:
 
     def begin(self, context: "zmq.Context[zmq.Socket[bytes]]", now: float) -> None:
         """Raises AddressError."""
-        self.link = Link(context, self.address)
+        self.link = Link(context, self.address, self._credentials)
         self.linked = False
         self._since = now
 

@@ -10,6 +10,7 @@ from typing import Literal
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import AddressError
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedMessage, ProtoError
@@ -37,7 +38,12 @@ class Link:
     Messages go out with `send` when `check` has said that it is up, and come in with `receive`.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        address: str,
+        credentials: Credentials | None = None,
+    ) -> None:
         """Begins to connect and returns at once: a producer that is down must not hold up the
         others. Names are resolved again for every link. Raises AddressError when it is no
         address."""
@@ -45,6 +51,11 @@ class Link:
         self.address = address
         self.state: Literal["connecting", "up", "down"] = "connecting"
         self._why = "nobody answers there"
+        self._no_handshake = (
+            "it speaks without keys, or with others: is server_key its public key?"
+            if credentials
+            else "it closes the connection: does it want keys?"
+        )
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.RECONNECT_IVL, NEVER_MS),
@@ -58,9 +69,14 @@ class Link:
             (zmq.LINGER, LINGER_MS),
         ):
             self._socket.setsockopt(option, value)
+        if credentials is not None:
+            credentials.secure(self._socket)
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED
             | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_CONNECTED
             | zmq.EVENT_DISCONNECTED
             | zmq.EVENT_CLOSED
         )
@@ -117,6 +133,10 @@ class Link:
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.state, self._why = "up", "disconnected"
+            elif event == zmq.EVENT_CONNECTED:
+                self._why = self._no_handshake
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._fall("it does not know our key: add it to the producer's [server] clients")
             else:
                 self._fall(self._why)
         if self.state == "down":

@@ -13,6 +13,7 @@ from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.spool.reader import Reader
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.keys import KeyPair
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 
 _ANYWHERE = re.compile(r"//(\*|0\.0\.0\.0|\[::\])")
@@ -25,13 +26,20 @@ class Source(NamedTuple):
     running: bool
 
 
-def ask(address: str, timeout_seconds: float) -> Source | None:
+def ask(address: str, timeout_seconds: float, keys: KeyPair | None = None) -> Source | None:
     """None when nobody answers in time. Raises ConfigError for what is no address, and ProtoError
-    for an answer that is none."""
+    for an answer that is none.
+
+    keys: the producer's own, if it has any.
+    """
     address = _ANYWHERE.sub("//127.0.0.1", address)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         try:
             socket.connect(address)
         except zmq.ZMQError as error:

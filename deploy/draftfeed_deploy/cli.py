@@ -17,6 +17,7 @@ from draftfeed_deploy import (
     drafter_tools,
     exits,
     export_tools,
+    keygen,
     plan_tools,
     prepare_tools,
     spool_tools,
@@ -40,6 +41,7 @@ examples:
   draftfeed consumer -c consumer.toml            receive and train
   draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
   draftfeed target fetch -c consumer.toml        the target's embedding and head, in advance
+  draftfeed keygen keys/producers                keys, before others can reach the stream
   draftfeed drain -c consumer.toml               end a consumer with everything committed
   draftfeed audit -c producer.toml               where every prompt is
   draftfeed export --from runs/demo/spool --format specforge files
@@ -206,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_producer(commands)
     _add_consumer(commands)
     _add_drain(commands)
+    keygen.add_command(commands)
     audit.add_command(commands)
     spool_tools.add_commands(commands)
     export_tools.add_command(commands)

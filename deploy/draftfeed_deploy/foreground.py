@@ -86,6 +86,20 @@ def on_signal(act: Callable[[], None]) -> Iterator[None]:
         restore()
 
 
+@contextmanager
+def on_hangup(act: Callable[[], None]) -> Iterator[None]:
+    """SIGHUP calls `act` in a thread, since it may have interrupted the holder of any lock."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        threading.Thread(target=act, name="reload", daemon=True).start()
+
+    before = signal.signal(signal.SIGHUP, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 class GentleStop:
     """Asks the main thread's work to end, once; raises KeyboardInterrupt there when it has not
     ended in time. A second signal does that at once, if `on_signal(interrupt)` lies around this.

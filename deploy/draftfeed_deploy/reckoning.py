@@ -15,6 +15,7 @@ from draftfeed_deploy import config as configuration
 from draftfeed_deploy.accounts import Source, ask, read_spool, union
 from draftfeed_deploy.errors import ConfigError
 from draftfeed_deploy.producer_file import ProducerFile
+from draftfeed_producer.access import read_secret
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import SyntheticConfig
 from draftfeed_producer.engines.synthetic import synthetic_ids
@@ -103,11 +104,12 @@ def audit_of(
 ) -> tuple[ProducerAudit, Shards, Shards]:
     """(the audit, its shards, all shards of the file)
 
-    Raises ConfigError, SpoolError and ProtoError.
+    Raises ConfigError, KeyFileError, SpoolError and ProtoError.
     """
     config = configuration.load(path, ProducerFile, overrides)
     prompts = prompt_list(config)
-    source = ask(address or config.server.bind, timeout_seconds)
+    keys = read_secret(config.server.key) if config.server.key else None
+    source = ask(address or config.server.bind, timeout_seconds, keys)
     if source is None:
         source = read_spool(config.spool.dir, prompts.ids)
         logger.warning(

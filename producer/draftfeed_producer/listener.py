@@ -1,9 +1,13 @@
 """The socket that consumers connect to, and its configuration."""
 
+from pathlib import Path
+
 import msgspec
 import zmq
 
-from draftfeed_producer.errors import BindError
+from draftfeed_producer.access import Access
+from draftfeed_producer.errors import BindError, KeyFileError
+from draftfeed_proto.keys import local
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MESSAGES = 8
@@ -23,6 +27,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quarantine_after_terms: int = 3
     """A sample that the trainer was at work on when it died, this many times in a row, is given
     to nobody any more."""
+    key: Path | None = None
+    """Secret key file of this producer: the stream is encrypted, and only `clients` get it."""
+    clients: tuple[Path, ...] = ()
+    """Public key files of consumers, or directories of them."""
+    insecure: bool = False
+    """Listen where other machines can reach us, without keys."""
 
     def __post_init__(self) -> None:
         if self.session_timeout_seconds < 0:
@@ -32,14 +42,27 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"quarantine_after_terms is {self.quarantine_after_terms}, it must be at least 1"
             )
+        self._check_access()
+
+    def _check_access(self) -> None:
+        if self.key is not None and not self.clients:
+            raise ValueError("clients is empty: nobody could attach; name their public key files")
+        if self.clients and self.key is None:
+            raise ValueError("clients are given, and no key: make one with `draftfeed keygen`")
+        if self.key is None and not self.insecure and not local(self.bind):
+            raise ValueError(
+                f"bind is {self.bind}, where other machines can read the stream and take it over; "
+                "set key and clients (`draftfeed keygen` makes them), or insecure = true"
+            )
 
 
 class Listener:
     """The bound socket, made before anything slow so that a taken port is known at once."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Raises BindError."""
+        """Raises BindError, KeyFileError."""
         self.context = zmq.Context()
+        self.access = self._access(config)
         self.socket = self.context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
@@ -56,6 +79,8 @@ class Listener:
             (zmq.LINGER, LINGER_MS),
         ):
             self.socket.setsockopt(option, value)
+        if self.access is not None:
+            self.access.secure(self.socket)
         try:
             self.socket.bind(config.bind)
         except zmq.ZMQError as error:
@@ -65,4 +90,15 @@ class Listener:
 
     def close(self) -> None:
         self.socket.close()
+        if self.access is not None:
+            self.access.close()
         self.context.term()
+
+    def _access(self, config: ServerConfig) -> Access | None:
+        if config.key is None:
+            return None
+        try:
+            return Access(self.context, config.key, config.clients)
+        except KeyFileError:
+            self.context.term()
+            raise

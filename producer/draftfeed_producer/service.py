@@ -14,7 +14,7 @@ from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.conversations import Conversations, Writer
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
-from draftfeed_producer.errors import ProducerError, SpoolFull
+from draftfeed_producer.errors import KeyFileError, ProducerError, SpoolFull
 from draftfeed_producer.listener import Listener
 from draftfeed_producer.prompts import PromptFile, prompt_limit
 from draftfeed_producer.responses import Gatekeeper, ResponseReader
@@ -68,6 +68,7 @@ class ProducerService:
         """observe: called with every sample before it is encoded."""
         self._config, self._observe = config, observe
         self._stopped = threading.Event()
+        self._listener: Listener | None = None
         self._engine: Engine | None = None
         self._spool: Spool | None = None
         self._server: Server | None = None
@@ -85,7 +86,7 @@ class ProducerService:
         codecs.PACKED.prepare()
         with ExitStack() as stack:
             source = open_prompts(self._config, stack)
-            listener = Listener(self._config.server)
+            listener = self._listener = Listener(self._config.server)
             stack.callback(listener.close)
             engine = self._load_engine(stack)
             spool = Spool(self._config.spool, engine.descriptor, source.shards)
@@ -110,6 +111,18 @@ class ProducerService:
         event takes, so another thread sets it.
         """
         threading.Thread(target=self._stop, name="stop", daemon=True).start()
+
+    def reload(self) -> None:
+        """Read again what may change while it runs: the keys of the clients. What cannot be used
+        is logged, and what was known before stays."""
+        access = self._listener.access if self._listener else None
+        if access is None:
+            logger.info("nothing to reload: there are no keys")
+            return
+        try:
+            logger.info("%d clients are known", access.reload())
+        except KeyFileError as error:
+            logger.error("the clients' keys stay as they were: %s", error)
 
     def _stop(self) -> None:
         self._stopped.set()

@@ -8,6 +8,7 @@ ProtoError (ValueError)
 ├── DescriptorMismatch    the consumer expects something else than the producer serves
 ├── TooFewLayers          no DFlash default for a target this shallow: name the layer ids
 ├── IncompatibleVersion   the two ends speak different major versions
+├── BadKey                a key file that cannot be used
 └── ChunkError            one chunk of a sample is bad; the sample can be sent again
     ├── MalformedChunk    its header contradicts itself or its payload
     └── ChecksumMismatch  its bytes changed between encoder and reader
@@ -77,6 +78,10 @@ class IncompatibleVersion(ProtoError):
             "upgrade the older end, major versions must be equal"
         )
         self.ours, self.theirs = ours, theirs
+
+
+class BadKey(ProtoError):
+    """The message is a reason; whoever has read the file names it."""
 
 
 class ChunkError(ProtoError):

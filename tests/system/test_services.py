@@ -122,7 +122,9 @@ def test_consumer_dials_what_it_was_told_wherever_the_producer_thinks_it_listens
     """As with a container's mapped port: the producer's own address is of no use outside."""
     run = start()
     port = run.address.rpartition(":")[2]
-    producer = run.start("producer", "--set", f"server.bind=tcp://0.0.0.0:{port}")
+    producer = run.start(
+        "producer", "--set", f"server.bind=tcp://0.0.0.0:{port}", "--set", "server.insecure=true"
+    )
     run.wait_for(producer, "serving")
     with relaying(run.address) as relay:
         outside = relay.address.replace("127.0.0.1", name)

@@ -23,7 +23,7 @@ def make_directory(path: Path) -> None:
         return
     if path.parent != path:
         make_directory(path.parent)
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)  # what is in it is what people wrote
     sync_directory(path.parent)
 
 

@@ -1,0 +1,86 @@
+"""CURVE keys as text, and which addresses need them.
+
+A key file is what ZeroMQ's own tools write, so that they can be used as well:
+
+    curve
+        public-key = "<40 characters of Z85>"
+        secret-key = "<40 characters of Z85>"        in secret files only
+
+http://rfc.zeromq.org/spec:26 describes CurveZMQ, http://rfc.zeromq.org/spec:32 Z85.
+"""
+
+import ipaddress
+import re
+from typing import NamedTuple
+
+from draftfeed_proto.errors import BadKey
+
+KEY_CHARACTERS = 40
+MAX_FILE_BYTES = 1 << 16
+_LINE = r'^\s*{name}-key\s*=\s*"(.*)"\s*$'
+_Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_HOST = re.compile(r"tcp://(?:\[(?P<six>[^\]]*)\]|(?P<name>[^:]*)):")
+
+
+class KeyPair(NamedTuple):
+    """Z85 text, as ZeroMQ takes it."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        """Without the secret: pairs end up in tracebacks."""
+        return f"KeyPair({self.public.decode()})"
+
+
+def public_key(data: bytes) -> bytes:
+    """Of a public or a secret file. Raises BadKey."""
+    return _key(data, "public")
+
+
+def key_pair(data: bytes) -> KeyPair:
+    """Of a secret file. Raises BadKey."""
+    return KeyPair(_key(data, "public"), _key(data, "secret"))
+
+
+def file_text(keys: KeyPair, *, secret: bool) -> str:
+    lines = ["curve", f'    public-key = "{keys.public.decode()}"']
+    if secret:
+        lines.append(f'    secret-key = "{keys.secret.decode()}"')
+    return "\n".join(lines) + "\n"
+
+
+def secret_mode_fault(mode: int) -> str:
+    """What is wrong with the permissions of a secret file, with the fix; nothing when all is well.
+    mode: `st_mode`."""
+    if mode & 0o077:
+        return f"others may read it (mode {mode & 0o777:04o}): chmod 600"
+    return ""
+
+
+def _key(data: bytes, name: str) -> bytes:
+    text = data.decode("utf-8", "replace")
+    found = re.search(_LINE.format(name=name), text, re.MULTILINE)
+    if found is None:
+        hint = "; it is the public one" if name == "secret" and "public-key" in text else ""
+        raise BadKey(f"it has no {name}-key{hint}")
+    if not _Z85.fullmatch(found[1]):
+        raise BadKey(f"its {name}-key is not {KEY_CHARACTERS} characters of Z85")
+    return found[1].encode()
+
+
+def local(address: str) -> bool:
+    """Whether nobody on another machine can be at the other end of a ZeroMQ address.
+
+    A name counts as local only if it is "localhost": another one may mean anything tomorrow.
+    """
+    found = _HOST.match(address)
+    if found is None:
+        return not address.startswith("tcp://")
+    host = found["six"] or found["name"]
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

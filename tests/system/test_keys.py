@@ -1,0 +1,342 @@
+"""Keys: who gets the stream, and what everybody else is told."""
+
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from draftfeed_consumer import credentials
+from draftfeed_consumer.client import ClientConfig
+from draftfeed_consumer.errors import KeyFileError
+from draftfeed_consumer.link import Link, LinkDown
+from draftfeed_deploy.cli import main
+from draftfeed_deploy.keygen import write_pair
+from draftfeed_producer.errors import KeyFileError as ServerKeyFileError
+from draftfeed_producer.listener import Listener, ServerConfig
+from draftfeed_proto import messages as m
+from processes import Run
+from waiting import eventually
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Keys:
+    """Pairs in a directory; `clients` has the public ones of those that are known."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.clients = directory, directory / "clients"
+        self.clients.mkdir()
+        for name in ("producers", "other-producers", "known", "stranger"):
+            write_pair(directory / name)
+        self.let_in("known")
+
+    def let_in(self, name: str) -> None:
+        (self.clients / f"{name}.pub").write_bytes((self.directory / f"{name}.pub").read_bytes())
+
+    def server(self, bind: str = "tcp://127.0.0.1:*") -> ServerConfig:
+        return ServerConfig(
+            bind=bind, key=self.directory / "producers.secret", clients=(self.clients,)
+        )
+
+    def client(self, name: str, server: str = "producers") -> credentials.Credentials:
+        return credentials.read(self.directory / f"{name}.secret", self.directory / f"{server}.pub")
+
+    def options(self, name: str, server: str = "producers") -> list[str]:
+        if name == "producer":
+            return [
+                *("--set", f"server.key={self.directory / 'producers.secret'}"),
+                *("--set", f"server.clients=['{self.clients}']"),
+            ]
+        return [
+            *("--set", f"producer.key={self.directory / f'{name}.secret'}"),
+            *("--set", f"producer.server_key={self.directory / f'{server}.pub'}"),
+        ]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return Keys(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    run = Run(directory, rate=0)
+    yield run
+    run.kill_all()
+
+
+def outcome(address: str, own: credentials.Credentials | None) -> str:
+    """ "up", or why not."""
+    with zmq.Context() as context:
+        link = Link(context, address, own)
+        pause = threading.Event()
+        try:
+            for _ in range(400):
+                if link.check():
+                    return "up"
+                pause.wait(0.02)
+            return "neither up nor down"
+        except LinkDown as down:
+            return str(down)
+        finally:
+            link.close()
+
+
+def test_a_run_with_keys_ends_with_every_sample_trained_once(keys: Keys, run: Run) -> None:
+    producer = run.start("producer", *keys.options("producer"))
+    consumer = run.start("consumer", *keys.options("known"))
+    run.succeeds(consumer)
+    run.succeeds(producer)
+    assert run.trained() == run.expected()
+
+
+def test_stranger_is_told_and_gets_nothing(keys: Keys, run: Run) -> None:
+    producer = run.start("producer", *keys.options("producer"))
+    stranger = run.start("consumer", *keys.options("stranger"))
+    run.wait_for(stranger, "it does not know our key: add it to the producer's [server] clients")
+    stranger.terminate()
+    assert run.ended(stranger)[0] == 0
+    run.wait_for(producer, "refused a client with the unknown public key")
+    assert not (run.directory / "consumer").exists() or not run.steps("consumer")
+
+
+def test_client_that_is_added_gets_in_after_a_hangup_signal(keys: Keys, run: Run) -> None:
+    """The node that replaces another one: its key comes while the producer runs."""
+    producer = run.start("producer", *keys.options("producer"))
+    stranger = run.start("consumer", *keys.options("stranger"))
+    run.wait_for(producer, "refused a client with the unknown public key")
+    keys.let_in("stranger")
+    producer.send_signal(signal.SIGHUP)
+    run.wait_for(producer, "2 clients are known")
+    run.succeeds(stranger)
+    run.succeeds(producer)
+    assert run.trained() == run.expected()
+
+
+@pytest.mark.parametrize(
+    ("name", "server", "words"),
+    [
+        ("known", "producers", "up"),
+        ("stranger", "producers", "it does not know our key"),
+        ("known", "other-producers", "it speaks without keys, or with others"),
+        (None, "producers", "does it want keys?"),
+    ],
+)
+def test_each_wrong_key_has_words_of_its_own(
+    keys: Keys, name: str | None, server: str, words: str
+) -> None:
+    listener = Listener(keys.server())
+    try:
+        own = keys.client(name, server) if name else None
+        assert words in outcome(listener.address, own)
+    finally:
+        listener.close()
+
+
+def test_keys_where_none_are_wanted(keys: Keys) -> None:
+    listener = Listener(ServerConfig(bind="tcp://127.0.0.1:*"))
+    try:
+        words = outcome(listener.address, keys.client("known"))
+        assert "it speaks without keys, or with others" in words
+    finally:
+        listener.close()
+
+
+def test_client_that_is_added_gets_in_without_a_restart(keys: Keys) -> None:
+    listener = Listener(keys.server())
+    try:
+        assert listener.access is not None
+        assert "does not know our key" in outcome(listener.address, keys.client("stranger"))
+        keys.let_in("stranger")
+        assert listener.access.reload() == 2
+        assert outcome(listener.address, keys.client("stranger")) == "up"
+        (keys.clients / "known.pub").write_text("nonsense")
+        with pytest.raises(ServerKeyFileError, match=r"known\.pub: it has no public-key"):
+            listener.access.reload()
+        assert outcome(listener.address, keys.client("known")) == "up"
+    finally:
+        listener.close()
+
+
+def test_what_is_sent_cannot_be_read_on_the_way(keys: Keys) -> None:
+    """Through a tap on the cable: with keys, no word of a message; without, all of them."""
+    marker = b"a name that is nowhere else"
+    for config, own in (
+        (ServerConfig(bind="tcp://127.0.0.1:*"), None),
+        (keys.server(), keys.client("known")),
+    ):
+        listener = Listener(config)
+        try:
+            with Tap(listener.address) as tap, zmq.Context() as context:
+                link = Link(context, tap.address, own)
+                eventually(link.check, "a link")
+                link.send(_fence(marker))
+                eventually(lambda listener=listener: listener.socket.poll(0) != 0, "the message")
+                link.close()
+                assert (marker in tap.seen) == (own is None)
+        finally:
+            listener.close()
+
+
+def _fence(marker: bytes) -> m.Message:
+    return m.Fence(
+        version=m.VERSION,
+        group=marker.decode(),
+        member="0",
+        incarnation="i",
+        process="p",
+        term=1,
+    )
+
+
+class Tap:
+    """A relay that keeps what goes through it."""
+
+    def __init__(self, address: str) -> None:
+        self._to = int(address.rpartition(":")[2])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.seen = b""
+        self._sockets: list[socket.socket] = []
+
+    def __enter__(self) -> "Tap":
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for one in (self._listener, *self._sockets):
+            one.close()
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:
+            return
+        server = socket.create_connection(("127.0.0.1", self._to))
+        self._sockets += [client, server]
+        for one, other in ((client, server), (server, client)):
+            threading.Thread(target=self._copy, args=(one, other), daemon=True).start()
+
+    def _copy(self, one: socket.socket, other: socket.socket) -> None:
+        try:
+            while data := one.recv(1 << 16):
+                self.seen += data
+                other.sendall(data)
+        except OSError:
+            return
+
+
+def test_audit_asks_a_producer_that_has_keys(
+    keys: Keys, run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.start("producer", *keys.options("producer"))
+    run.wait_for_lines("producer/samples.jsonl", 60)
+    monkeypatch.chdir(run.directory)
+    assert main(["audit", "-c", "producer.toml", *keys.options("producer")]) == 0
+    assert "running" in capsys.readouterr().out
+
+
+def test_secret_that_others_may_read_is_refused(keys: Keys, run: Run) -> None:
+    for name, secret in (("producer", "producers"), ("known", "known")):
+        path = keys.directory / f"{secret}.secret"
+        path.chmod(0o640)
+        service = "producer" if name == "producer" else "consumer"
+        code, output = run.ended(run.start(service, *keys.options(name)))
+        assert code == 2
+        assert f"key file {path}: others may read it (mode 0640): chmod 600" in output
+
+
+def test_secret_from_systemd_may_show_other_permissions(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (keys.directory / "known.secret").chmod(0o440)
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(keys.directory))
+    assert keys.client("known").own.public
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", "/nowhere")
+    with pytest.raises(KeyFileError, match="others may read it"):
+        keys.client("known")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ServerConfig(bind="tcp://0.0.0.0:5550"), "other machines can read the stream"),
+        (lambda: ServerConfig(bind="tcp://*:5550"), "other machines can read the stream"),
+        (lambda: ServerConfig(bind="tcp://eth0:5550"), "other machines can read the stream"),
+        (lambda: ServerConfig(bind="tcp://[::]:5550"), "other machines can read the stream"),
+        (lambda: ServerConfig(key=Path("x")), "clients is empty"),
+        (lambda: ServerConfig(clients=(Path("x"),)), "no key"),
+        (lambda: ClientConfig(addresses=("tcp://10.0.0.1:1",)), "is on another machine"),
+        (lambda: ClientConfig(key=Path("x")), "belong together"),
+        (lambda: ClientConfig(server_key=Path("x")), "belong together"),
+    ],
+)
+def test_what_others_could_reach_needs_keys(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://127.0.0.1:1", "tcp://127.3.2.1:*", "tcp://localhost:1", "tcp://[::1]:1", "ipc://x"],
+)
+def test_this_machine_needs_none(address: str) -> None:
+    assert ServerConfig(bind=address).key is None
+    assert ClientConfig(addresses=(address,)).key is None
+
+
+def test_without_keys_only_if_it_is_said() -> None:
+    assert ServerConfig(bind="tcp://0.0.0.0:5550", insecure=True)
+    assert ClientConfig(addresses=("tcp://10.0.0.1:1",), insecure=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "it has no public-key"),
+        ('curve\n    public-key = "short"\n', "is not 40 characters of Z85"),
+        ('curve\n    public-key = "' + "~" * 40 + '"\n', "is not 40 characters of Z85"),
+        ("\x00\xff" * 100, "it has no public-key"),
+    ],
+)
+def test_damaged_key_file_is_named_in_one_line(keys: Keys, text: str, words: str) -> None:
+    path = keys.directory / "producers.pub"
+    path.write_text(text)
+    with pytest.raises(KeyFileError, match=words) as caught:
+        keys.client("known")
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_public_file_is_no_secret(keys: Keys) -> None:
+    (keys.directory / "known.pub").chmod(0o600)
+    with pytest.raises(KeyFileError, match="it has no secret-key; it is the public one"):
+        credentials.read(keys.directory / "known.pub", keys.directory / "producers.pub")
+
+
+def test_keygen_writes_a_secret_that_is_one_and_replaces_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = tmp_path / "keys" / "node-a.1"
+    assert main(["keygen", str(name)]) == 0
+    secret, public = name.with_name("node-a.1.secret"), name.with_name("node-a.1.pub")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert "secret" not in public.read_text()
+    assert secret.read_text().split('"')[3] not in capsys.readouterr().out
+    before = secret.read_bytes()
+    assert main(["keygen", str(name)]) == 2
+    assert secret.read_bytes() == before
+    assert "choose another NAME" in capsys.readouterr().err
+
+
+def test_a_pair_does_not_print_its_secret(keys: Keys) -> None:
+    own = keys.client("known").own
+    assert own.secret.decode() not in f"{own} {own!r}"
