@@ -1,17 +1,13 @@
-"""A training node that has an address and nothing else: fetch, train, be killed, take over."""
+"""A training node that has an address and nothing else: it fetches, trains, takes over."""
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from asset_nodes import CONSUMER, DRAFTFEED, Start, ended, part_bytes, processes_in
 from asset_peers import through_valve
 from asset_targets import HIDDEN, LAYERS, VOCAB, make_llama, make_plain
 from draftfeed_consumer.errors import Fenced
@@ -50,18 +46,6 @@ kind = "specforge"
 output_dir = "out"
 options = {{ mask_token_id = 1, num_anchors = 4, block_size = 4 }}
 """
-STUB = """
-[producer]
-addresses = ["{address}"]
-[buffer]
-capacity_bytes = 4_000_000
-window_samples = 2
-[trainer]
-function = "stub_trainer:train"
-output_dir = "out"
-"""
-
-Process = subprocess.Popen[str]
 
 
 @pytest.fixture(scope="module")
@@ -70,40 +54,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """A process in the test's directory, with an empty cache of its own."""
-    with ExitStack() as stack:
-
-        def make(*command: object) -> Process:
-            process = subprocess.Popen(
-                [str(word) for word in command],
-                cwd=tmp_path,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(sys.path),
-                    "XDG_CACHE_HOME": str(tmp_path / "cache"),
-                },
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                stack.callback(pipe.close)
-            return process
-
-        yield make
-
-
-DRAFTFEED = Path(sys.executable).with_name("draftfeed")
-
-
-def ended(process: Process) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=150)
-    return process.returncode, output
+def start(tmp_path: Path) -> Iterator[Start]:
+    with processes_in(tmp_path) as starting:
+        yield starting
 
 
 def free_address() -> str:
@@ -112,20 +65,7 @@ def free_address() -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def part_bytes(tmp_path: Path) -> int:
-    parts = list(tmp_path.glob("cache/draftfeed/targets/*/model.safetensors.part"))
-    return parts[0].stat().st_size if parts else 0
-
-
-def figures(output: str) -> dict[str, str]:
-    """What `draftfeed target fetch` printed, by its first word."""
-    pairs = [line.split(maxsplit=1) for line in output.splitlines()]
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
-
-
-def test_an_address_is_all_that_a_new_node_needs_to_train(
-    tmp_path: Path, start: Callable[..., Process]
-) -> None:
+def test_an_address_is_all_that_a_new_node_needs_to_train(tmp_path: Path, start: Start) -> None:
     make_llama(tmp_path / "target", shards=True)
     prompts = [json.dumps({"prompt_ids": [5 + k, 7, 9, 11, 30 + k]}) for k in range(PROMPTS)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
@@ -146,7 +86,7 @@ def test_an_address_is_all_that_a_new_node_needs_to_train(
 
 
 def test_init_from_the_targets_blocks_is_refused_without_a_producer(
-    tmp_path: Path, start: Callable[..., Process]
+    tmp_path: Path, start: Start
 ) -> None:
     (tmp_path / "consumer.toml").write_text(SPECFORGE.format(address=free_address()))
     override = ("--set", "trainer.options.init=target")
@@ -156,7 +96,7 @@ def test_init_from_the_targets_blocks_is_refused_without_a_producer(
 
 
 def test_a_specforge_consumer_of_a_producer_without_target_ends_at_once(
-    tmp_path: Path, start: Callable[..., Process]
+    tmp_path: Path, start: Start
 ) -> None:
     with producing(tmp_path / "spool") as made:
         (tmp_path / "consumer.toml").write_text(SPECFORGE.format(address=made.address))
@@ -166,109 +106,8 @@ def test_a_specforge_consumer_of_a_producer_without_target_ends_at_once(
     assert "set [trainer] target" in output
 
 
-def test_node_that_is_killed_while_it_fetches_goes_on_from_there(
-    tmp_path: Path, target: Path, start: Callable[..., Process]
-) -> None:
-    command = (DRAFTFEED, "target", "fetch", "-c", "consumer.toml")
-    with (
-        producing(tmp_path / "spool", target=target) as made,
-        through_valve(made.address, 2 * PIECE + PIECE // 2) as valve,
-    ):
-        (tmp_path / "consumer.toml").write_text(STUB.format(address=valve.address))
-        killed = start(*command)
-        eventually(lambda: part_bytes(tmp_path) == 2 * PIECE, "two pieces are on the disk")
-        killed.kill()
-        ended(killed)
-        assert part_bytes(tmp_path) == 2 * PIECE
-        valve.open()
-        code, output = ended(start(*command))
-        assert code == 0, output
-        told = figures(output)
-        total = sum(path.stat().st_size for path in target.iterdir())
-        config = (target / "config.json").stat().st_size
-        size = sum(path.stat().st_size for path in Path(told["directory"]).glob("*"))
-        assert size > total - 1000
-        (weights,) = Path(told["directory"]).glob("*.safetensors")
-        # The small file had come whole.
-        assert f"{weights.stat().st_size - 2 * PIECE:,} bytes" in told["fetched"]
-        assert f"2, {weights.stat().st_size + config:,} bytes" in told["files"]
-        code, output = ended(start(*command))
-        assert figures(output)["fetched"] == "nothing, all was there"
-
-
-def test_producer_that_is_killed_and_started_again_sends_only_what_is_missing(
-    tmp_path: Path, target: Path, start: Callable[..., Process]
-) -> None:
-    def producer(bind: str) -> tuple[Process, str]:
-        program = Path(__file__).with_name("asset_producer_child.py")
-        process = start(sys.executable, program, tmp_path / "spool", target, bind)
-        assert process.stdout is not None
-        return process, process.stdout.readline().strip()
-
-    first, address = producer("tcp://127.0.0.1:*")
-    with through_valve(address, 2 * PIECE + PIECE // 2) as valve:
-        (tmp_path / "consumer.toml").write_text(STUB.format(address=valve.address))
-        fetching = start(DRAFTFEED, "target", "fetch", "-c", "consumer.toml")
-        eventually(lambda: part_bytes(tmp_path) == 2 * PIECE, "two pieces are on the disk")
-        first.kill()
-        ended(first)
-        valve.open()
-        second, _ = producer(address)
-        code, output = ended(fetching)
-        assert code == 0, output
-        weights = next(Path(figures(output)["directory"]).glob("*.safetensors"))
-        sent = int(second.communicate("", timeout=60)[0])
-        # Less if the half piece on the way was whole by then.
-        assert 0 < sent <= weights.stat().st_size - 2 * PIECE
-
-
-def test_two_processes_at_once_fetch_once(
-    tmp_path: Path, target: Path, start: Callable[..., Process]
-) -> None:
-    with producing(tmp_path / "spool", target=target) as made:
-        (tmp_path / "consumer.toml").write_text(STUB.format(address=made.address))
-        both = [start(DRAFTFEED, "target", "fetch", "-c", "consumer.toml") for _ in range(2)]
-        outputs = [ended(process) for process in both]
-        assert [code for code, _ in outputs] == [0, 0], outputs
-        travelled = made.server.statistics().asset_bytes
-    told = [figures(output) for _, output in outputs]
-    assert told[0]["directory"] == told[1]["directory"]
-    sizes = [path.stat().st_size for path in Path(told[0]["directory"]).glob("[cm]*")]
-    assert travelled == sum(sizes)
-
-
-@pytest.mark.parametrize(
-    ("command", "kind", "code", "words"),
-    [
-        (("consumer",), signal.SIGTERM, 0, "stopped before any producer had granted the stream"),
-        (("target", "fetch"), signal.SIGINT, 130, "draftfeed: interrupted"),
-    ],
-)
-def test_a_fetch_ends_when_it_is_told_to_and_keeps_what_it_has(
-    command: tuple[str, ...],
-    kind: signal.Signals,
-    code: int,
-    words: str,
-    tmp_path: Path,
-    target: Path,
-    start: Callable[..., Process],
-) -> None:
-    with (
-        producing(tmp_path / "spool", target=target) as made,
-        through_valve(made.address, PIECE + PIECE // 2) as valve,
-    ):
-        (tmp_path / "consumer.toml").write_text(STUB.format(address=valve.address))
-        process = start(DRAFTFEED, *command, "-c", "consumer.toml")
-        eventually(lambda: part_bytes(tmp_path) == PIECE, "one piece is on the disk")
-        process.send_signal(kind)
-        found, output = ended(process)
-        assert (found, words in output) == (code, True), output
-        assert made.server.statistics().term == 0, "the stream was taken"
-    assert part_bytes(tmp_path) == PIECE
-
-
 def test_a_takeover_begins_when_everything_is_there_and_training_goes_on_meanwhile(
-    tmp_path: Path, target: Path, start: Callable[..., Process]
+    tmp_path: Path, target: Path, start: Start
 ) -> None:
     """Symptom: the stream stands still while gigabytes travel to the new node."""
     with (
@@ -280,7 +119,7 @@ def test_a_takeover_begins_when_everything_is_there_and_training_goes_on_meanwhi
         samples = iter(old)
         trained = [next(samples)["id"]]
         old.trained(trained, step=1)
-        (tmp_path / "consumer.toml").write_text(STUB.format(address=valve.address))
+        (tmp_path / "consumer.toml").write_text(CONSUMER.format(address=valve.address))
         new = start(DRAFTFEED, "consumer", "-c", "consumer.toml", "--takeover")
         eventually(lambda: part_bytes(tmp_path) == PIECE, "the new node is in the middle of it")
         made.generate(range(3, 6))
@@ -300,11 +139,11 @@ def test_a_takeover_begins_when_everything_is_there_and_training_goes_on_meanwhi
 
 
 def test_node_whose_producer_serves_another_stream_by_then_takes_nothing(
-    tmp_path: Path, target: Path, start: Callable[..., Process]
+    tmp_path: Path, target: Path, start: Start
 ) -> None:
     """The files of one target must never meet the states of another."""
     with producing(tmp_path / "spool", target=target) as made:
-        (tmp_path / "consumer.toml").write_text(STUB.format(address=made.address))
+        (tmp_path / "consumer.toml").write_text(CONSUMER.format(address=made.address))
         override = ("--set", "expect.stream_id=00000000000000000000000000000000")
         code, output = ended(start(DRAFTFEED, "consumer", "-c", "consumer.toml", *override))
         assert made.server.statistics().term == 0, "the stream was taken"
