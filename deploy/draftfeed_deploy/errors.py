@@ -15,6 +15,7 @@ DeployError (ValueError)
 └── RunFailed           what was configured rightly and failed nevertheless
     ├── ServiceFailed   a service of the demo ended before its time, or stands still
     ├── NotLossless     a codec did not give back what it was given
+    ├── BenchmarkFailed an engine that gave nothing to measure
     └── CommitUnknown   the producer has not confirmed the last checkpoint
 """
 
@@ -110,6 +111,10 @@ class NotLossless(RunFailed):
     def __init__(self, name: str) -> None:
         super().__init__(f"{name} did not give back the states that it was given, or changed them")
         self.name = name
+
+
+class BenchmarkFailed(RunFailed):
+    """The target was run and there are no figures; the message says why."""
 
 
 class CommitUnknown(RunFailed):
