@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,17 +34,20 @@ class Producer:
         session_timeout_seconds: float = 0.3,
         target: Path | None = None,
         descriptor: Descriptor = DESCRIPTOR,
+        key: Path | None = None,
+        clients: Sequence[Path] = (),
         **spool: object,
     ) -> None:
         self._config = SpoolConfig(dir=directory, audit=True, **spool)  # type: ignore[arg-type]
         self._timeout_seconds, self._target = session_timeout_seconds, target
         self._descriptor = descriptor
+        self._key, self._clients = key, tuple(clients)
         self._start(bind)
 
     def _start(self, bind: str) -> None:
         shards = Shards(DATASET, 0, (0, -(-PROMPTS // 16)))
         self.spool = Spool(self._config, self._descriptor, shards)
-        listener = Listener(ServerConfig(bind=bind))
+        listener = Listener(ServerConfig(bind=bind, key=self._key, clients=self._clients))
         self.address = listener.address
         delivery = Delivery.of(
             self.spool,

@@ -18,6 +18,7 @@ from draftfeed_consumer.assets_fetch import Fetched, fetch_target
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.errors import AssetError, AssetsLost, NoAssets, StreamClosed
 from draftfeed_consumer.trainers.dflash import frozen_parts
+from draftfeed_deploy.keygen import write_pair
 from draftfeed_proto import messages as m
 from draftfeed_proto.assets import TARGET_MANIFEST
 from draftfeed_proto.descriptor import Expectation
@@ -317,6 +318,28 @@ def test_producer_that_is_still_hashing_is_asked_again(cache: Path) -> None:
     with lying(one_after_the_other, serves(SMALL)) as liar:
         fetched = fetch(cache, liar.address)
     assert (fetched.directory.path / "config.json").read_bytes() == SMALL["config.json"]
+
+
+def test_files_go_to_those_whose_keys_are_known_and_to_nobody_else(
+    tmp_path: Path, target: Path, cache: Path
+) -> None:
+    for name in ("producers", "known", "stranger"):
+        write_pair(tmp_path / name)
+    keys = {"key": tmp_path / "producers.secret", "clients": [tmp_path / "known.pub"]}
+    with producing(tmp_path / "spool", target=target, **keys) as made:
+
+        def fetch_as(name: str) -> Fetched:
+            producer = ClientConfig(
+                addresses=(made.address,),
+                key=tmp_path / f"{name}.secret",
+                server_key=tmp_path / "producers.pub",
+            )
+            return fetch_target(producer, AssetsConfig(cache_dir=cache), patience_seconds=1.0)
+
+        with pytest.raises(AssetsLost, match="it does not know our key"):
+            fetch_as("stranger")
+        assert not cache.exists()
+        assert same_files(fetch_as("known"), target)
 
 
 # lies
