@@ -134,7 +134,7 @@ def _too_early(readings: Sequence[Reading]) -> str | None:
         return f"it has generated for {now.generating_seconds:.0f} s, of {LEAST_SECONDS:.0f}"
     if now.captured > 2 * now.rows:
         return "more rows are in the making than finished: those finished are the short ones"
-    if now.seconds - first.seconds < LEAST_WINDOW_SECONDS:
+    if now.seconds - first.seconds < LEAST_WINDOW_SECONDS or not (now.rows and now.captured):
         return "its rate is not known yet"
     return None
 

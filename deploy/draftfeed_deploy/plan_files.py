@@ -46,8 +46,14 @@ def names() -> list[str]:
     return sorted(path.stem for path in SCENARIOS.glob("*.toml"))
 
 
-def load(name: str, overrides: Sequence[str] = (), benchmark: Path | None = None) -> Case:
-    """name: of a shipped scenario, or a file's. Raises ConfigError."""
+def load(
+    name: str,
+    overrides: Sequence[str] = (),
+    benchmark: Path | None = None,
+    running: Measured | None = None,
+) -> Case:
+    """name: of a shipped scenario, or a file's. running: what running producers have measured,
+    which outdoes a benchmark. Raises ConfigError."""
     path = _path(name)
     table, notes = _merged([*_layers(path), _settings(overrides)])
     stated = config.build(table, Inputs, str(path))  # faults are told before more is filled in
@@ -56,6 +62,8 @@ def load(name: str, overrides: Sequence[str] = (), benchmark: Path | None = None
         capture = stated.layout.capture == "live"
         found = plan_measured.measured(plan_measured.read(benchmark), capture, str(benchmark))
         notes |= _apply_measured(table, found, str(benchmark))
+    if running is not None:
+        notes |= _apply_measured(table, running, "this run")
     tables = {name: part for name, part in table.items() if isinstance(part, dict)}
     given = {f"{name}.{key}" for name, part in tables.items() for key in part}
     inputs = _complete(config.build(table, Inputs, str(path)), str(path))

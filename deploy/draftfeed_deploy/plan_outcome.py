@@ -12,6 +12,7 @@ from draftfeed_deploy.plan import Plan, plan
 from draftfeed_deploy.plan_claims import Judged, judge
 from draftfeed_deploy.plan_files import Case
 from draftfeed_deploy.plan_findings import Finding, findings
+from draftfeed_deploy.plan_inputs import Measured
 from draftfeed_deploy.plan_results import Result, results
 from draftfeed_deploy.plan_sensitivity import Sensitivity, sensitivities
 
@@ -25,9 +26,14 @@ class Outcome(Struct, frozen=True):
     claims: list[Judged]
 
 
-def outcome(name: str, overrides: Sequence[str] = (), benchmark: Path | None = None) -> Outcome:
-    """Raises ConfigError."""
-    case = plan_files.load(name, overrides, benchmark)
+def outcome(
+    name: str,
+    overrides: Sequence[str] = (),
+    benchmark: Path | None = None,
+    running: Measured | None = None,
+) -> Outcome:
+    """running: what running producers have measured. Raises ConfigError."""
+    case = plan_files.load(name, overrides, benchmark, running)
     inputs = case.inputs
     planned = plan(inputs)
     return Outcome(
@@ -39,7 +45,7 @@ def outcome(name: str, overrides: Sequence[str] = (), benchmark: Path | None = N
         claims=judge(
             case,
             lambda more: plan_files.load(name, more),
-            lambda more: plan_files.load(name, [*overrides, *more], benchmark),
+            lambda more: plan_files.load(name, [*overrides, *more], benchmark, running),
         ),
     )
 
