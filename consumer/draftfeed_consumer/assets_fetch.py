@@ -318,6 +318,7 @@ class _Download:
         """The file from there on, in order, whatever happens to the connection."""
         offset = self._asked_to = start
         self._requests.clear()
+        self._came_at = self._moved_at = time.monotonic()
         while offset < file.bytes:
             if self._stopped():
                 raise StreamClosed
@@ -332,9 +333,10 @@ class _Download:
                 continue
             if piece is not None:
                 offset += len(piece)
-                self._came_at = self._moved_at = time.monotonic()
                 self._progress.add(len(piece))
                 yield piece
+                # From here on: a disk that takes its time is no silence of the producer's.
+                self._came_at = self._moved_at = time.monotonic()
 
     def _turn(self, file: AssetFile) -> memoryview | None:
         """Ask, wait, and read one message; the next piece if it is one.

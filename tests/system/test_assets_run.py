@@ -14,6 +14,7 @@ from draftfeed_consumer.errors import Fenced
 from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES
 from harness import consuming, producing
+from samples import DESCRIPTOR
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
@@ -138,7 +139,23 @@ def test_a_takeover_begins_when_everything_is_there_and_training_goes_on_meanwhi
     assert sorted(counts) == sorted(map(str, trained))
 
 
-def test_node_whose_producer_serves_another_stream_by_then_takes_nothing(
+def test_a_stream_that_is_not_that_of_the_files_is_never_taken(
+    tmp_path: Path, target: Path, start: Start
+) -> None:
+    """Symptom: a producer that was restarted with another target while its files travelled."""
+    own, other = DESCRIPTOR.stream_id().encode(), b"f" * 32
+    with (
+        producing(tmp_path / "spool", target=target) as made,
+        through_valve(made.address, corrupt=lambda data, _: data.replace(own, other)) as valve,
+    ):
+        (tmp_path / "consumer.toml").write_text(CONSUMER.format(address=valve.address))
+        code, output = ended(start(DRAFTFEED, "consumer", "-c", "consumer.toml"))
+        assert made.server.statistics().term == 0, "the stream was taken"
+    assert code == 2, output
+    assert f"stream_id: the consumer expects {other.decode()!r}" in output
+
+
+def test_node_that_expects_another_stream_fetches_and_takes_nothing(
     tmp_path: Path, target: Path, start: Start
 ) -> None:
     """The files of one target must never meet the states of another."""
