@@ -84,7 +84,13 @@ def run_consumer(
                 stream.drain()
             status.show(_pages(stream))
             stack.enter_context(
-                watched("consumer", lambda: consumer_snapshot(stream), run_dir, console)
+                watched(
+                    "consumer",
+                    lambda: consumer_snapshot(stream),
+                    run_dir,
+                    console,
+                    status.board,
+                )
             )
             _finish(_train(stream, train, run, stop), claim)
 
@@ -179,7 +185,8 @@ def _pages(stream: HiddenStateStream) -> Pages:
         attached = stream.statistics().client.attached
         return Probe(attached, "attached" if attached else "waiting for the producer")
 
-    return Pages(registry(lambda: consumer_snapshot(stream), identity), healthy, ready)
+    snapshots = registry(lambda: consumer_snapshot(stream), identity)
+    return Pages(snapshots, healthy, ready, identity)
 
 
 def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:

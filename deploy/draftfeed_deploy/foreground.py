@@ -35,15 +35,19 @@ def open_log(stack: ExitStack, run_dir: Path | None, name: str) -> JsonLines | N
 
 @contextmanager
 def watched(
-    name: str, snapshot: Callable[[], Snapshot], run_dir: Path | None, console: Console
+    name: str,
+    snapshot: Callable[[], Snapshot],
+    run_dir: Path | None,
+    console: Console,
+    board: View,
 ) -> Iterator[None]:
-    """Statistics to `run_dir`/stats.jsonl, and to the terminal or the log."""
+    """Statistics to `run_dir`/stats.jsonl, to the terminal or the log, and to the status page."""
     with ExitStack() as stack:
         log = open_log(stack, run_dir, "stats.jsonl")
         view: View = Lines(name)
         if console.is_terminal:
             view = stack.enter_context(Panels(console, [name])).view(name)
-        with Monitor(snapshot, log, view):
+        with Monitor(snapshot, log, [view, board]):
             yield
 
 

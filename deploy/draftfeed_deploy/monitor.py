@@ -1,7 +1,7 @@
 """Watching a running service: its statistics as lines in a file and as a live view."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -34,8 +34,10 @@ class JsonLines:
 class Monitor:
     """Takes a snapshot twice a second while it is entered, and a last one when it is left."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], log: JsonLines | None, view: View) -> None:
-        self._snapshot, self._log, self._view = snapshot, log, view
+    def __init__(
+        self, snapshot: Callable[[], Snapshot], log: JsonLines | None, views: Sequence[View]
+    ) -> None:
+        self._snapshot, self._log, self._views = snapshot, log, views
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
@@ -61,4 +63,5 @@ class Monitor:
         snapshot = self._snapshot()
         if self._log is not None:
             self._log.write(snapshot)
-        self._view.show(snapshot)
+        for view in self._views:
+            view.show(snapshot)

@@ -74,7 +74,7 @@ def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -
             return producer_snapshot(statistics, generated, seconds)
 
         status.show(_pages(service, snapshot))
-        stack.enter_context(watched("producer", snapshot, run_dir, console))
+        stack.enter_context(watched("producer", snapshot, run_dir, console, status.board))
         stack.callback(_write_tombstones, service, run_dir)
         service.run()
         return _done(service.statistics())
@@ -92,7 +92,7 @@ def _pages(service: ProducerService, snapshot: Callable[[], ProducerSnapshot]) -
         phase = service.statistics().phase
         return Probe(phase in ("generating", "delivering"), phase)
 
-    return Pages(registry(snapshot, identity), healthy, ready)
+    return Pages(registry(snapshot, identity), healthy, ready, identity)
 
 
 def _done(statistics: ProducerStatistics) -> bool:

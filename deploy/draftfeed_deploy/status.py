@@ -1,5 +1,5 @@
-"""The HTTP side of a service: `/metrics` for Prometheus, `/healthz` and `/readyz` for whoever
-restarts and whoever waits.
+"""The HTTP side of a service: a page for people at `/`, `/metrics` for Prometheus, `/healthz` and
+`/readyz` for whoever restarts and whoever waits, and `/status.json`, which the page shows.
 
 Read-only, without secrets. It listens on loopback unless it is told otherwise.
 """
@@ -13,10 +13,14 @@ from socketserver import ThreadingMixIn
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from draftfeed_deploy.board import Board, RecentLog, encoded
 from draftfeed_deploy.errors import StatusBindError
+from draftfeed_deploy.metrics import Identity
+from draftfeed_deploy.page import page
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,8 @@ class Answer(NamedTuple):
     status: int
     kind: str
     body: bytes
+    policy: str = "default-src 'none'"
+    """Content-Security-Policy."""
 
 
 class Probe(NamedTuple):
@@ -67,6 +73,7 @@ class Pages(NamedTuple):
     """False: it does not work any more, and a restart may help."""
     ready: Callable[[], Probe]
     """Whether it does its work now."""
+    identity: Callable[[], Identity] = lambda: Identity("")
 
     def answer(self, path: str) -> Answer:
         match path.partition("?")[0]:
@@ -76,10 +83,10 @@ class Pages(NamedTuple):
                 return _probe(self.healthy())
             case "/readyz":
                 return _probe(self.ready())
-        return Answer(404, TEXT, b"there are /metrics, /healthz and /readyz\n")
+        return Answer(404, TEXT, b"there are /, /status.json, /metrics, /healthz and /readyz\n")
 
 
-TEXT = "text/plain; charset=utf-8"
+TEXT, HTML, JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
 
 
 def _probe(probe: Probe) -> Answer:
@@ -93,6 +100,9 @@ class Status:
     def __init__(self, config: StatusConfig, rank: int = 0) -> None:
         """rank: of several on one machine; each has a port of its own, the next one."""
         self._config, self._rank = config, rank
+        self.board = Board()
+        """To be shown every snapshot of the service."""
+        self._log = RecentLog()
         self.url: str | None = None
         """None: it is not wanted."""
         self._server: _Server | None = None
@@ -101,13 +111,15 @@ class Status:
         """Raises StatusBindError."""
         if self._config.enabled:
             self._server = _bound(self._config, self._rank)
+            self._server.board, self._server.log = self.board, self._log
+            logging.getLogger().addHandler(self._log)
             self._thread = threading.Thread(
                 target=self._server.serve_forever, name="status", daemon=True
             )
             self._thread.start()
             host, port = self._server.server_address[:2]
             self.url = f"http://{_bracketed(str(host))}:{port}"
-            logger.info("metrics at %s/metrics", self.url)
+            logger.info("status page at %s, metrics at %s/metrics", self.url, self.url)
         return self
 
     def show(self, pages: Pages) -> None:
@@ -116,6 +128,7 @@ class Status:
 
     def __exit__(self, *exception: object) -> None:
         if self._server is not None:
+            logging.getLogger().removeHandler(self._log)
             self._server.shutdown()
             self._server.server_close()
             self._thread.join()
@@ -163,8 +176,23 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.pages = Pages(
             CollectorRegistry(), lambda: Probe(True, "starting"), lambda: Probe(False, "starting")
         )
+        self.board, self.log = Board(), RecentLog()
         self._free = threading.BoundedSemaphore(MAX_REQUESTS)
         super().__init__((host, port), _Handler)
+
+    def answer(self, path: str) -> Answer:
+        match path.partition("?")[0]:
+            case "/":
+                return Answer(200, HTML, *page())
+            case "/status.json":
+                return Answer(200, JSON, self._document())
+        return self.pages.answer(path)
+
+    def _document(self) -> bytes:
+        healthy, ready = self.pages.healthy(), self.pages.ready()
+        document = self.board.document(self.pages.identity(), self.log.lines())
+        words = ready.words if healthy.ok else healthy.words
+        return encoded(replace(document, healthy=healthy.ok, ready=ready.ok, state=words))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -196,11 +224,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         assert isinstance(self.server, _Server)
-        answer = self.server.pages.answer(self.path)
+        answer = self.server.answer(self.path)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.kind)
         self.send_header("Content-Length", str(len(answer.body)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", answer.policy)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
         self.end_headers()
         if body:
             self.wfile.write(answer.body)

@@ -17,7 +17,7 @@ class Shown:
 def test_last_state_is_recorded_even_when_the_service_fails(tmp_path: Path) -> None:
     log, view, state = JsonLines(tmp_path / "new/stats.jsonl"), Shown(), {"samples": 0}
     try:
-        with Monitor(lambda: produced(1.0, samples=state["samples"]), log, view):
+        with Monitor(lambda: produced(1.0, samples=state["samples"]), log, [view]):
             state["samples"] = 7
             raise KeyboardInterrupt
     except KeyboardInterrupt:
