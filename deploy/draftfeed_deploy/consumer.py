@@ -21,12 +21,14 @@ from draftfeed_consumer.stream import HiddenStateStream, check_without
 from draftfeed_consumer.trainers import Train, TrainerRun
 from draftfeed_consumer.trainers import load as load_trainer
 from draftfeed_deploy import exits
+from draftfeed_deploy.conditions import ConsumerLook
 from draftfeed_deploy.consumer_file import ConsumerFile
 from draftfeed_deploy.drain import Claim, claimed
 from draftfeed_deploy.errors import CommitUnknown, ConfigError
 from draftfeed_deploy.foreground import GentleStop, interrupt, on_signal, open_log, watched
 from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.monitor import JsonLines
+from draftfeed_deploy.notify import Condition, Silent, announced
 from draftfeed_deploy.records import ConsumerSnapshot, ReceivedSample, Step
 from draftfeed_deploy.status import Pages, Probe, Status, loop_probe
 from draftfeed_proto.errors import ProtoError
@@ -62,19 +64,24 @@ def run_consumer(
             run_dir = run_dir and run_dir / f"rank{ranks.rank}"
             console = Console(file=console.file, force_terminal=False)
         status = stack.enter_context(Status(config.status, ranks.rank if ranks else 0))
+        # Of several ranks on a machine one speaks for all.
+        leads = ranks is None or ranks.leader
         claim = None
-        if ranks is None or ranks.leader:
+        if leads:
             claim = stack.enter_context(claimed(run.output_dir, takeover=attach.takeover))
         streams: list[HiddenStateStream] = []
+        look = Look(streams)
+        announcer = stack.enter_context(announced(look)) if leads else Silent()
 
         def drain() -> None:
+            announcer.stopping = True
             for stream in streams:
                 stream.drain()
 
         # Before anything can be said of us that makes somebody end us.
         with GentleStop(drain, config.trainer.drain_seconds) as stop, on_signal(stop.begin):
             try:
-                wanted, run = _with_target(config, run, attach, lambda: stop.asked)
+                wanted, run = _with_target(config, run, attach, look.fetching(stop))
             except StreamClosed:
                 _finish(STOPPED_BEFORE, claim)
                 return
@@ -93,6 +100,32 @@ def run_consumer(
                 )
             )
             _finish(_train(stream, train, run, stop), claim)
+
+
+class Look:
+    """At the stream, once there is one, and before that at the loop that fetches what the trainer
+    needs of the target."""
+
+    def __init__(self, streams: list[HiddenStateStream]) -> None:
+        self._streams, self._of_stream = streams, ConsumerLook()
+        self._turned_at = time.monotonic()
+
+    def fetching(self, stop: GentleStop) -> Stopped:
+        """Whether that loop is to end; it asks in each of its turns."""
+
+        def stopped() -> bool:
+            self._turned_at = time.monotonic()
+            return stop.asked
+
+        return stopped
+
+    def __call__(self) -> Condition:
+        if not self._streams:
+            turn_seconds = time.monotonic() - self._turned_at
+            return Condition("running", "asking producers for the target's files", turn_seconds)
+        stream = self._streams[0]
+        turn_seconds = stream.statistics().client.turn_seconds
+        return self._of_stream(consumer_snapshot(stream), turn_seconds)
 
 
 def _check(attach: Attach, config: ConsumerConfig) -> None:

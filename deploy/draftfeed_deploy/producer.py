@@ -10,10 +10,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from draftfeed_deploy.conditions import ProducerLook
 from draftfeed_deploy.foreground import on_hangup, on_signal, open_log, watched
 from draftfeed_deploy.lengths import class_of, no_lengths
 from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.monitor import JsonLines
+from draftfeed_deploy.notify import announced
 from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_deploy.records import GeneratedSample, ProducerSnapshot, Rejection
 from draftfeed_deploy.status import Pages, Probe, Status, loop_probe
@@ -65,14 +67,21 @@ def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -
         generated = Generated(open_log(stack, run_dir, "samples.jsonl"))
         service = ProducerService(config, generated)
         stopwatch = Stopwatch()
-        stack.enter_context(on_signal(service.stop))
-        stack.enter_context(on_hangup(service.reload))
 
         def snapshot() -> ProducerSnapshot:
             statistics = service.statistics()
             seconds = stopwatch.at(time.monotonic(), statistics.phase)
             return producer_snapshot(statistics, generated, seconds)
 
+        look = ProducerLook(snapshot, lambda: _turn_seconds(service))
+        announcer = stack.enter_context(announced(look))
+
+        def stop() -> None:
+            announcer.stopping = True
+            service.stop()
+
+        stack.enter_context(on_signal(stop))
+        stack.enter_context(on_hangup(lambda: announcer.reload(service.reload)))
         status.show(_pages(service, snapshot))
         stack.enter_context(watched("producer", snapshot, run_dir, console, status.board))
         stack.callback(_write_tombstones, service, run_dir)
@@ -85,14 +94,18 @@ def _pages(service: ProducerService, snapshot: Callable[[], ProducerSnapshot]) -
         return Identity(importlib.metadata.version("draftfeed"), service.descriptor)
 
     def healthy() -> Probe:
-        server = service.statistics().server
-        return loop_probe("server", server.turn_seconds if server else 0.0)
+        return loop_probe("server", _turn_seconds(service))
 
     def ready() -> Probe:
         phase = service.statistics().phase
         return Probe(phase in ("generating", "delivering"), phase)
 
     return Pages(registry(snapshot, identity), healthy, ready, identity)
+
+
+def _turn_seconds(service: ProducerService) -> float:
+    server = service.statistics().server
+    return server.turn_seconds if server else 0.0
 
 
 def _done(statistics: ProducerStatistics) -> bool:
