@@ -12,6 +12,7 @@ from asset_peers import through_valve
 from asset_targets import HIDDEN, LAYERS, VOCAB, make_llama, make_plain
 from draftfeed_consumer.errors import Fenced
 from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
+from draftfeed_proto.assets import TARGET_MANIFEST
 from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES
 from harness import consuming, producing
 from samples import DESCRIPTOR
@@ -137,6 +138,26 @@ def test_a_takeover_begins_when_everything_is_there_and_training_goes_on_meanwhi
     checkpoints = sorted((tmp_path / "out").glob("checkpoint-*.json"))
     counts = json.loads(checkpoints[-1].read_text())["counts"]
     assert sorted(counts) == sorted(map(str, trained))
+
+
+def test_ranks_of_one_machine_fetch_once_and_get_the_same(
+    tmp_path: Path, target: Path, start: Start
+) -> None:
+    torchrun = (DRAFTFEED.with_name("torchrun"), "--standalone", "--nproc-per-node", 2)
+    with producing(tmp_path / "spool", target=target) as made:
+        (tmp_path / "consumer.toml").write_text(CONSUMER.format(address=made.address))
+        function = ("--set", "trainer.function=target_trainer:train")
+        consumer = (DRAFTFEED, "consumer", "-c", "consumer.toml", *function)
+        code, output = ended(start(*torchrun, "--no-python", *consumer))
+        assert code == 0, output
+        sent = made.server.statistics().asset_bytes
+    told = [json.loads((tmp_path / "out" / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert told[0] == told[1]
+    assert told[0]["partial"]
+    assert told[0]["files"] == ["config.json", TARGET_MANIFEST, "model.safetensors"]
+    directory = Path(told[0]["target"])
+    fetched = [path for path in directory.iterdir() if path.name != TARGET_MANIFEST]
+    assert sent == sum(path.stat().st_size for path in fetched)
 
 
 def test_a_stream_that_is_not_that_of_the_files_is_never_taken(
