@@ -123,8 +123,8 @@ class Benchmark:
         self, arms: Sequence[Arm], wanted: Sequence[int], ends: Callable[[Sequence[Rate]], bool]
     ) -> str:
         """Why it ended before all that was wanted, or nothing."""
-        how = "with capture" if arms[-1].captures else "without capture"
-        with phase(self._console, f"first requests, {how}"):
+        ways = " and ".join("with capture" if arm.captures else "without" for arm in arms)
+        with phase(self._console, f"first requests, {ways}"):
             for arm in arms:
                 arm.warm_up(_requests(self._pool, 1, 0)[0], self._start_seconds)
         share = 1 if self._machine.in_turns else 2

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -37,6 +37,9 @@ from draftfeed_producer.engines.trial import Trial
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.target import load_target
 from draftfeed_proto.descriptor import Descriptor
+
+if TYPE_CHECKING:
+    from draftfeed_producer.engines.sglang.engine import SGLangEngine
 
 TURN_SECONDS = 900.0
 """An engine that takes longer for one set of requests hangs, or nobody wants its figures."""
@@ -175,28 +178,32 @@ class TransformersMachine:
 
 
 class SGLangMachine:
-    """Two engines, one after the other: a GPU has room for one."""
-
-    in_turns = False
+    """Two engines: on a CPU side by side, on a GPU, which has room for one, one by one."""
 
     def __init__(self, config: ProducerConfig, engine: SGLangConfig) -> None:
         assert config.target is not None
         self._config, self._engine_config = config, engine
-        self._session: Callable[[], int | None] = lambda: None
-        own = cards(engine.replica * engine.tp_size, engine.tp_size)
-        names = [] if engine.args.get("device") == "cpu" else nvidia_smi("name", own)
+        self._engines: list[SGLangEngine] = []
+        self._cards = cards(engine.replica * engine.tp_size, engine.tp_size)
+        self.in_turns = engine.args.get("device") == "cpu"
+        if self.in_turns:
+            # One that waits for its turn would take a core for looking whether it is there.
+            args = {"sleep_on_idle": True, **engine.args}
+            self._engine_config = replace(engine, args=args)
+        names = [] if self.in_turns else nvidia_smi("name", self._cards)
         self.gpus = engine.tp_size
         self.device = names[0] if names else f"cpu: {processor()}"
-        self._memory: Memory = CardMemory(own)
-        if not names:
-            self._memory = ProcessMemory(self._pids, "the engine's processes, added up")
-        self.memory_of = self._memory.what
-        self.others = Others(self._pids)
+        self.memory_of = self._memory_of([]).what
+        self.others = Others(lambda: _processes(self._engines))
         self.dtype: str = "bfloat16" if engine.dtype == "auto" else engine.dtype
         target = config.target
         self.descriptor = load_target(target).descriptor(target.layer_ids, target.final)
 
     def arms(self) -> Generator[list[Arm]]:
+        if self.in_turns:
+            with self._started(False) as bare, self._started(True) as captured:
+                yield [bare, captured]
+            return
         for captures in (True, False):
             with self._started(captures) as arm:
                 yield [arm]
@@ -210,15 +217,23 @@ class SGLangMachine:
         config = self._config
         engine = make_engine(self._engine_config, config.target, config.capture, trial)
         assert isinstance(engine, SGLangEngine)
-        self._session = lambda: engine.session
+        self._engines.append(engine)
         try:
-            yield Arm(engine, watch, self._memory, captures=captures)
+            yield Arm(engine, watch, self._memory_of([engine]), captures=captures)
         finally:
+            self._engines.remove(engine)
             engine.close()
 
-    def _pids(self) -> list[int]:
-        leader = self._session()
-        return [] if leader is None else session(leader)
+    def _memory_of(self, engines: "list[SGLangEngine]") -> Memory:
+        if self.device.startswith("cpu"):
+            whose = "the engine's processes, added up"
+            return ProcessMemory(lambda: _processes(engines), whose)
+        return CardMemory(self._cards)
+
+
+def _processes(engines: "list[SGLangEngine]") -> list[int]:
+    leaders = [engine.session for engine in engines if engine.session is not None]
+    return [pid for leader in leaders for pid in session(leader)]
 
 
 def _alone(prompt: Prompt) -> Prompt:

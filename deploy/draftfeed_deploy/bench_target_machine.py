@@ -111,7 +111,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def session(leader: int | None) -> list[int]:
+def session(leader: int) -> list[int]:
     """Processes of it; `leader` is the id of the one that began it."""
     found = []
     for path in _PROC.glob("[0-9]*"):

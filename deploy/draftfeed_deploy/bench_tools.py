@@ -53,8 +53,9 @@ how to read it:
   prefill    prompt tokens per second of requests that stop at their first token; nothing comes out
              of a prefix cache.
   first token   from submitting a request to its first token, the median of them
-  without    transformers: the same process, no hooks, the two taking turns. SGLang: a second start
-             without the plugin and without the arguments that keep layers, after the first.
+  without    transformers: the same process without hooks. SGLang: another start, without the plugin
+             and without the arguments that keep layers. With and without take turns, but for SGLang
+             on a GPU, which has room for one: there all with capture comes first.
   memory     on a CPU the most that the engine's processes had resident; on a GPU what its tensors
              took (transformers), or what nvidia-smi says is in use (SGLang). No GPU has run this.
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.console import Console
 from draftfeed_deploy import bench_target as module
 from draftfeed_deploy import config as configuration
 from draftfeed_deploy.bench_target import Options
-from draftfeed_deploy.bench_target_arms import Arm
+from draftfeed_deploy.bench_target_arms import Arm, TransformersMachine
 from draftfeed_deploy.bench_target_report import lines_of
 from draftfeed_deploy.bench_target_result import Result, Turn, by_batch, point, ratio
 from draftfeed_deploy.bench_target_turn import Unusable
@@ -236,6 +236,42 @@ def test_it_goes_on_after_one_that_gave_little(sweep: Callable[..., Result]):
     result = sweep(lambda batch, captured, _: rates[batch], Options(most=8, tokens=8))
     assert (batches_of(result), result.cut) == ([1, 2, 4, 8], "")
     assert "--max-batch 16 tries more" in "\n".join(lines_of(result))
+
+
+class OneByOne(TransformersMachine):
+    """As on a GPU that has room for one engine."""
+
+    in_turns = False
+
+    def arms(self) -> Generator[list[Arm]]:
+        for both in super().arms():
+            bare, captured = both
+            yield [captured]
+            yield [bare]
+
+
+def test_what_comes_after_is_measured_at_the_same_batches_however_flat(
+    sweep: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+):
+    """The one engine's batches would have no counterpart."""
+    monkeypatch.setattr(module, "TransformersMachine", OneByOne)
+    rates = {1: 100, 2: 180, 4: 360}
+    result = sweep(
+        lambda batch, captured, _: rates[batch] if captured else 100, Options(most=4, tokens=8)
+    )
+    assert [(p.batch, p.capture) for p in result.points] == [
+        (batch, capture) for batch in (1, 2, 4) for capture in (False, True)
+    ]
+    assert (result.in_turns, result.cut) == (False, "")
+
+
+def test_time_is_shared_by_what_comes_one_after_the_other(
+    sweep: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "TransformersMachine", OneByOne)
+    result = sweep(lambda batch, *_: 100.0 * batch, Options(most=64, tokens=8, minutes=1e-6))
+    assert [(p.batch, p.capture) for p in result.points] == [(1, False), (1, True)]
+    assert result.cut == "time was up before batch 2: --minutes gives more"
 
 
 def test_time_that_is_up_is_said(sweep: Callable[..., Result]):
