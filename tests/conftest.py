@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import browser
+
 # Tests of one module that others import, each for its own engine.
 pytest.register_assert_rewrite("engine_suite", "sglang_suite")
 
@@ -21,6 +23,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if SGLANG_MISSING:
         missing = "no .venv-sglang, `make sglang` builds it"
         terminalreporter.line(f"tests/sglang_engine left out: {missing}")
+    if browser.CHROMIUM is None:
+        terminalreporter.line(f"tests in a browser left out: {browser.MISSING}")
     _print_measured(terminalreporter)
 
 

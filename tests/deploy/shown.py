@@ -14,12 +14,17 @@ def identity() -> Identity:
 
 @contextmanager
 def shown(snapshot: Callable[[], Snapshot], bind: str = "127.0.0.1:0") -> Iterator[str]:
-    """The service's address."""
-
-    def ok() -> Probe:
-        return Probe(True, "ok")
-
+    """The service's address. A snapshot is taken for each request."""
     with Status(StatusConfig(bind=bind)) as status:
-        status.show(Pages(registry(snapshot, identity), ok, ok))
+
+        def healthy() -> Probe:
+            status.board.show(snapshot())
+            return Probe(True, "ok")
+
+        status.show(Pages(registry(snapshot, identity), healthy, ready, identity))
         assert status.url is not None
         yield status.url
+
+
+def ready() -> Probe:
+    return Probe(True, "generating")
