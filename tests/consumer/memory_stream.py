@@ -35,17 +35,24 @@ def descriptor(layer_ids: tuple[int, ...], layers: int, hidden: int, vocab: int)
 
 
 def make_item(
-    id: SampleId, input_ids: torch.Tensor, prompt_tokens: int, hidden_states: torch.Tensor
+    id: SampleId,
+    input_ids: torch.Tensor,
+    prompt_tokens: int,
+    hidden_states: torch.Tensor,
+    final_states: torch.Tensor | None = None,
 ) -> Item:
-    """input_ids [n+1], hidden_states [n, L, H]; what follows the prompt is the response."""
+    """input_ids [n+1], hidden_states [n, L, H], final_states [n, H] of streams that have them; what
+    follows the prompt is the response."""
     mask = (torch.arange(len(input_ids)) >= prompt_tokens).to(torch.uint8)
+    final = {} if final_states is None else {"final_states": final_states.to(torch.float16)}
     return {
         "id": id,
         "key": str(id.ordinal),
         "input_ids": input_ids.to(torch.int32),
         "loss_mask": mask,
         "hidden_states": hidden_states.to(torch.float16),
-        "counters": (CLEAN,) * hidden_states.shape[1],
+        **final,
+        "counters": (CLEAN,) * (hidden_states.shape[1] + len(final)),
         "finish_reason": "length",
     }
 

@@ -73,7 +73,7 @@ def _sample(
     ids = torch.cat([prompt, response])
     states = forward_states(model, ids[:-1], layer_ids).bfloat16()
     final = model.model(ids[None, :-1]).last_hidden_state[0].bfloat16()
-    return {**make_item(sample_id(ordinal), ids, len(prompt), states), "final_states": final}
+    return make_item(sample_id(ordinal), ids, len(prompt), states, final)
 
 
 def forward_states(model: Any, input_ids: torch.Tensor, layer_ids: tuple[int, ...]) -> torch.Tensor:
