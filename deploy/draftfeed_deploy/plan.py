@@ -4,15 +4,11 @@ Inputs are complete: what may be None in a file was filled in when it was read (
 A sample of p prompt and r response tokens counts as p + r rows. It has one less; plans do not.
 """
 
-import math
 from typing import NamedTuple
 
 from draftfeed_deploy.plan_inputs import Inputs
+from draftfeed_deploy.plan_memory import VALUE_BYTES, Memory, memory_of, staged_row_bytes
 
-VALUE_BYTES = 2
-"""fp16 and bf16."""
-COUNTER_BYTES = 16
-"""Of a row and layer, beside it while it is staged."""
 CHECKPOINTS_KEPT = 3
 """Intervals that a spool holds: those of [spool] keep_checkpoints, and the one that runs."""
 MINUTE = 60.0
@@ -90,22 +86,6 @@ class Storage(NamedTuple):
     staging_of_a_replica: float
 
 
-class Memory(NamedTuple):
-    """Bytes of one GPU of a replica, and requests."""
-
-    budget: float
-    weights: float
-    cache_of_a_token: float
-    state_of_a_request: float
-    cache_at_batch: float
-    """For `batch` requests of the longest length."""
-    staging_ring: float
-    """On the first GPU of each replica, beside the budget."""
-    fits_longest: float
-    """Requests of the longest length at a time; 0 where not even the weights fit."""
-    fits_mean: float
-
-
 class Moved(NamedTuple):
     """Bytes."""
 
@@ -155,7 +135,7 @@ def plan(inputs: Inputs) -> Plan:
         times,
         bandwidth,
         storage,
-        _memory(inputs, volume),
+        memory_of(inputs, volume.row_bytes),
         _moved(inputs, volume),
         _limits(inputs, volume, times),
         _cost(inputs, times, storage),
@@ -312,7 +292,7 @@ def _storage(inputs: Inputs, volume: Volume, bandwidth: Bandwidth) -> Storage:
         spool_of_a_replica_encoded=spool / ratio,
         buffer_least=longest * volume.row_bytes * (1 + samples),
         buffer_with_window=mean_rows * volume.row_bytes * (inputs.stream.window_samples + samples),
-        staging_of_a_replica=layout.batch * longest * _staged_row_bytes(inputs, volume),
+        staging_of_a_replica=layout.batch * longest * staged_row_bytes(inputs, volume.row_bytes),
     )
 
 
@@ -321,39 +301,6 @@ def _archive(inputs: Inputs, volume: Volume) -> float:
     if inputs.layout.later_epochs == "replay":
         return volume.epoch_bytes / inputs.stream.ratio
     return volume.states_bytes / inputs.stream.ratio if inputs.layout.training == "after" else 0.0
-
-
-def _staged_row_bytes(inputs: Inputs, volume: Volume) -> float:
-    return volume.row_bytes + COUNTER_BYTES * inputs.target.tapped_layers
-
-
-def _memory(inputs: Inputs, volume: Volume) -> Memory | None:
-    target, layout, work = inputs.target, inputs.layout, inputs.workload
-    if target.kv_layers is None or target.kv_heads is None or target.head_dim is None:
-        return None
-    gpus = layout.gpus_per_replica
-    heads = max(1.0, target.kv_heads / gpus)  # fewer heads than GPUs: each GPU has a copy
-    token = target.kv_layers * 2 * heads * target.head_dim * VALUE_BYTES
-    state = (target.request_state_bytes or 0.0) / gpus
-    budget = inputs.hardware.memory_bytes * inputs.hardware.memory_fraction
-    room = budget - target.weights_bytes / gpus
-    longest = token * work.longest_tokens + state
-    mean = token * (work.prompt_tokens + work.response_tokens) + state
-    tokens = layout.chunked_prefill_tokens + layout.batch
-    return Memory(
-        budget=budget,
-        weights=target.weights_bytes / gpus,
-        cache_of_a_token=token,
-        state_of_a_request=state,
-        cache_at_batch=layout.batch * longest,
-        staging_ring=2 * tokens * _staged_row_bytes(inputs, volume),
-        fits_longest=_requests(room, longest),
-        fits_mean=_requests(room, mean),
-    )
-
-
-def _requests(room: float, bytes_of_each: float) -> float:
-    return float(math.floor(max(0.0, room) / bytes_of_each)) if bytes_of_each else math.inf
 
 
 def _moved(inputs: Inputs, volume: Volume) -> Moved:

@@ -15,7 +15,7 @@ from draftfeed_deploy.errors import ConfigError, OutputError
 from draftfeed_deploy.prepare_chats import KNOWN, encoded, line_of, without_response
 from draftfeed_deploy.prepare_layers import layers_of
 from draftfeed_deploy.prepare_report import FAULTS_KEPT, Fault, Report, distribution
-from draftfeed_deploy.prepare_rows import Row, rows
+from draftfeed_deploy.prepare_rows import Row, progressing, rows
 from draftfeed_deploy.prepare_template import SWITCH, Thinking, probe
 from draftfeed_deploy.spool_contents import Progressing
 from draftfeed_producer.engines.config import SamplingConfig
@@ -215,7 +215,7 @@ def prepare(options: Options, target: Target, console: Console) -> Report:
     preparation = Preparation(options, target)
     part = options.out.with_name(options.out.name + ".part")
     try:
-        with _written(part) as out, _progressing(options.source, console) as progress:
+        with _written(part) as out, progressing(options.source, console, "preparing") as progress:
             preparation.run(out, rows(options.source), progress)
         if preparation.report.passed:
             os.replace(part, options.out)
@@ -225,13 +225,6 @@ def prepare(options: Options, target: Target, console: Console) -> Report:
     finally:
         part.unlink(missing_ok=True)
     return preparation.report
-
-
-def _progressing(source: Path, console: Console) -> Progressing:
-    try:
-        return Progressing(console, source.stat().st_size, "preparing")
-    except OSError as error:
-        raise ConfigError(str(source), f"cannot be read: {error.strerror}") from None
 
 
 @contextlib.contextmanager

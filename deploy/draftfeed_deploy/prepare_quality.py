@@ -5,6 +5,7 @@ from pathlib import Path
 
 import xxhash
 from msgspec import Struct
+from rich.console import Console
 
 from draftfeed_deploy.errors import ConfigError
 from draftfeed_deploy.prepare_chats import encoded, line_of
@@ -15,8 +16,9 @@ from draftfeed_deploy.prepare_report import (
     Fault,
     distribution,
 )
-from draftfeed_deploy.prepare_rows import Row, rows
+from draftfeed_deploy.prepare_rows import Row, progressing, rows
 from draftfeed_deploy.prepare_template import SWITCH, Thinking
+from draftfeed_deploy.spool_contents import Progressing
 from draftfeed_producer.errors import LineError
 from draftfeed_producer.prompt_lines import LineReader
 from draftfeed_producer.quality import (
@@ -72,14 +74,28 @@ class _Repeated:
         return [Common(self._texts[one], self._times[one]) for one in ranked[:COMMON_SHOWN]]
 
 
-def examine(path: Path, target: Target, thinking: Thinking, config: QualityConfig) -> Findings:
+def examine(
+    path: Path, target: Target, thinking: Thinking, config: QualityConfig, console: Console
+) -> Findings:
     """Raises ConfigError when the file cannot be read or has no response."""
+    with progressing(path, console, "reading") as progress:
+        return _examine(path, target, thinking, config, progress)
+
+
+def _examine(
+    path: Path,
+    target: Target,
+    thinking: Thinking,
+    config: QualityConfig,
+    progress: Progressing,
+) -> Findings:
     vocab_size = int(target.text_config.vocab_size)
     reader = LineReader(target.tokenizer, SWITCH[thinking], "prefill", vocab_size)
     responses = ResponseReader(target.tokenizer)
     gate, repeated, sums = QualityGate(config), _Repeated(), []
     found = Findings(source=str(path), faults=[], degenerate={})
     for row in rows(path):
+        progress.add(row.size)
         try:
             response = _response(row, reader, responses)
         except LineError as error:

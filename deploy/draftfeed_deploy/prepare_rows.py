@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from rich.console import Console
 
 from draftfeed_deploy.errors import ConfigError
+from draftfeed_deploy.spool_contents import Progressing
 
 MAX_LINE_BYTES = 64 << 20
 BATCH_ROWS = 64
@@ -86,3 +88,11 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list):
         return [without_nulls(inner) for inner in value]
     return value
+
+
+def progressing(path: Path, console: Console, what: str) -> Progressing:
+    """Of reading it; `add` takes the rows' sizes. Raises ConfigError."""
+    try:
+        return Progressing(console, path.stat().st_size, what)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None

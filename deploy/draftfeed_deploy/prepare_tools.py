@@ -145,7 +145,7 @@ def _quality(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy.prepare_quality import examine, lines_of
 
     thresholds, target = _thresholds(arguments.set), _target(arguments.target)
-    found = examine(arguments.file, target, arguments.thinking, thresholds)
+    found = examine(arguments.file, target, arguments.thinking, thresholds, console)
     if arguments.json:
         say([msgspec.json.format(msgspec.json.encode(found)).decode()])
     else:

@@ -1,5 +1,6 @@
 """`draftfeed prepare`: published chat sets into prompt files that the producer takes."""
 
+import importlib.util
 import json
 import random
 import re
@@ -371,3 +372,24 @@ def test_a_set_without_a_usable_row_fails_and_says_why(tmp_path: Path, targets: 
     lines, report = run(source, targets["PLAIN"], code=1)
     assert lines == []
     assert report["errors"] == ["none of the 2 rows can be used"]
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [("transformers", "set.jsonl"), ("matplotlib", "set.jsonl"), ("pyarrow", "set.parquet")],
+)
+def test_a_package_that_is_missing_is_one_line_with_the_cure(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    source: str,
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find(name)
+    )
+    line = fails(capsys, "prepare", source, tmp_path / "out.jsonl", "--target", tmp_path)
+    assert line.endswith(
+        f"needs {package}, which is not installed; run: pip install 'draftfeed[prepare]'"
+    )
