@@ -17,11 +17,13 @@ from draftfeed_deploy import (
     drafter_tools,
     exits,
     export_tools,
+    install_units,
     keygen,
     plan_tools,
     prepare_tools,
     spool_tools,
     target_tools,
+    top_tools,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ examples:
   draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
   draftfeed target fetch -c consumer.toml        the target's embedding and head, in advance
   draftfeed keygen keys/producers                keys, before others can reach the stream
+  draftfeed install-units --dry-run              the same under systemd
+  draftfeed top                                  what running services do, on one screen
   draftfeed drain -c consumer.toml               end a consumer with everything committed
   draftfeed audit -c producer.toml               where every prompt is
   draftfeed export --from runs/demo/spool --format specforge files
@@ -209,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_consumer(commands)
     _add_drain(commands)
     keygen.add_command(commands)
+    install_units.add_command(commands)
     audit.add_command(commands)
     spool_tools.add_commands(commands)
     export_tools.add_command(commands)
@@ -217,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     target_tools.add_commands(commands)
     plan_tools.add_command(commands)
     prepare_tools.add_commands(commands)
+    top_tools.add_command(commands)
     _add_demo(commands)
     return parser
 

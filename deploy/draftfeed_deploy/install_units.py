@@ -1,0 +1,208 @@
+"""`draftfeed install-units`: the systemd units, and examples of what they read."""
+
+import argparse
+import hashlib
+import os
+import sys
+from importlib.resources import files as package_files
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+from rich.console import Console
+
+from draftfeed_deploy import exits
+from draftfeed_deploy.errors import OutputError
+
+SYSTEM = Path("etc/systemd/system")
+CONFIG = Path("etc/draftfeed")
+RECORD = CONFIG / ".installed"
+"""SHA-256 and path of every file as it was written last."""
+PREFIX = "/opt/draftfeed/bin/"
+"""Of the command, as the shipped units have it."""
+HIDDEN = ("/home", "/root", "/run/user")
+"""What ProtectHome= keeps from a service."""
+FILES = {
+    "draftfeed-producer@.service": SYSTEM / "draftfeed-producer@.service",
+    "draftfeed-consumer.service": SYSTEM / "draftfeed-consumer.service",
+    "draftfeed-producer.target": SYSTEM / "draftfeed-producer.target",
+    "draftfeed.slice": SYSTEM / "draftfeed.slice",
+    "draftfeed.sysusers": Path("etc/sysusers.d/draftfeed.conf"),
+    "producer.toml": CONFIG / "producer.toml",
+    "producer.env": CONFIG / "producer.env",
+    "consumer.toml": CONFIG / "consumer.toml",
+    "consumer.env": CONFIG / "consumer.env",
+}
+GPU = (
+    SYSTEM / "draftfeed-producer@.service.d/gpu.conf",
+    SYSTEM / "draftfeed-consumer.service.d/gpu.conf",
+)
+DIRECTORIES = {CONFIG / "keys": 0o700, CONFIG / "clients": 0o755}
+EPILOG = """\
+A file that you have edited stays as it is. How that is known: etc/draftfeed/.installed has the
+SHA-256 of every file as it was written last; one that differs from that, and from what would be
+written now, is yours. With --force it is replaced, and kept beside as NAME.before.
+
+then, on an inference node:
+  systemd-sysusers                                        the group draftfeed
+  draftfeed keygen /etc/draftfeed/keys/producers          once for all producers of a run
+  cp train-a.pub /etc/draftfeed/clients/                  from the training node
+  editor /etc/draftfeed/producer.toml /etc/draftfeed/producer.env
+  systemctl daemon-reload
+  systemctl enable --now draftfeed-producer@{0..3} draftfeed-producer.target
+on a training node:
+  systemd-sysusers
+  draftfeed keygen /etc/draftfeed/keys/consumer           consumer.pub goes to the producers
+  cp producers.pub /etc/draftfeed/
+  editor /etc/draftfeed/consumer.toml
+  systemctl daemon-reload
+  systemctl start draftfeed-consumer
+"""
+
+
+Kind: TypeAlias = Literal["write", "update", "unchanged", "keep", "replace"]
+
+
+class Change(NamedTuple):
+    """What is to become of one file."""
+
+    path: Path
+    """Below the root."""
+    kind: Kind
+    content: bytes
+
+
+WORDS = {
+    "write": "new",
+    "update": "as it was installed, and older",
+    "unchanged": "",
+    "keep": "edited: left alone; --force replaces it",
+    "replace": "edited: the old one is kept as NAME.before",
+}
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `install-units` to the `draftfeed` command."""
+    parser = commands.add_parser(
+        "install-units",
+        help="systemd units for producers and a consumer, with example configurations",
+        description="Write the systemd units and examples of the files that they read.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--root", type=Path, default=Path("/"), metavar="DIR", help="write below DIR (default: /)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be written")
+    parser.add_argument("--force", action="store_true", help="replace edited files, too")
+    parser.add_argument(
+        "--no-gpu",
+        action="store_true",
+        help="leave out the drop-ins that open the sandbox for GPUs",
+    )
+    parser.add_argument(
+        "--bin",
+        type=Path,
+        default=Path(sys.executable).parent,
+        metavar="DIR",
+        help="where services find the draftfeed command (default: where this one is)",
+    )
+    parser.set_defaults(command=_install)
+
+
+def _install(arguments: argparse.Namespace, _: Console) -> int:
+    root = arguments.root.expanduser()
+    directory = str(arguments.bin.absolute())
+    changes = planned(root, directory, gpu=not arguments.no_gpu, force=arguments.force)
+    for change in changes:
+        words = f"{change.kind:<10} {root / change.path}  {WORDS[change.kind]}"
+        sys.stdout.write(f"{words.rstrip()}\n")
+    if any(Path(directory).is_relative_to(hidden) for hidden in HIDDEN):
+        warning = f"{directory} is hidden from services (ProtectHome=): install draftfeed elsewhere"
+        sys.stderr.write(f"draftfeed: {warning}, such as /opt/draftfeed, or name it with --bin\n")
+    if not arguments.dry_run:
+        install(root, changes)
+    return exits.DONE
+
+
+def planned(root: Path, directory: str, *, gpu: bool, force: bool) -> list[Change]:
+    """directory: of the draftfeed command. Raises OutputError."""
+    record = _record(root)
+    return [
+        Change(path, _kind(root / path, content, record.get(str(path)), force=force), content)
+        for path, content in contents(directory, gpu=gpu).items()
+    ]
+
+
+def contents(directory: str, *, gpu: bool) -> dict[Path, bytes]:
+    """Every file, by its path below the root."""
+    shipped = package_files("draftfeed_deploy") / "units"
+    found = {path: (shipped / name).read_bytes() for name, path in FILES.items()}
+    if gpu:
+        found |= dict.fromkeys(GPU, (shipped / "gpu.conf").read_bytes())
+    place = f"{directory}/".encode()
+    return {path: content.replace(PREFIX.encode(), place) for path, content in found.items()}
+
+
+def _kind(path: Path, content: bytes, installed: str | None, *, force: bool) -> Kind:
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        return "write"
+    except OSError as error:
+        raise OutputError(path, error, "choose another --root") from None
+    if found == content:
+        return "unchanged"
+    if _digest(found) == installed:
+        return "update"
+    return "replace" if force else "keep"
+
+
+def install(root: Path, changes: list[Change]) -> None:
+    """Raises OutputError; what was written until then stays and counts as installed."""
+    record = _record(root)
+    try:
+        for directory, mode in DIRECTORIES.items():
+            (root / directory).mkdir(mode, parents=True, exist_ok=True)
+        for change in changes:
+            if change.kind == "keep":
+                continue
+            path = root / change.path
+            if change.kind == "replace":
+                _write(path.with_name(f"{path.name}.before"), path.read_bytes())
+            if change.kind != "unchanged":
+                _write(path, change.content)
+            record[str(change.path)] = _digest(change.content)
+            lines = [f"{digest}  {name}\n" for name, digest in sorted(record.items())]
+            _write(root / RECORD, "".join(lines).encode())
+    except OSError as error:
+        where = Path(error.filename or root)
+        raise OutputError(where, error, "run it as root, or choose another --root") from None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    with part.open("wb") as file:
+        os.fchmod(file.fileno(), 0o644)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _record(root: Path) -> dict[str, str]:
+    """Digest by path below the root; what cannot be read counts as not installed by us."""
+    try:
+        text = (root / RECORD).read_text()
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error if isinstance(error, OSError) else OSError(0, "it is not text")
+        raise OutputError(root / RECORD, cause, "remove it") from None
+    pairs = (line.split("  ", 1) for line in text.splitlines() if "  " in line)
+    return {name: digest for digest, name in pairs}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

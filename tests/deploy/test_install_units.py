@@ -1,0 +1,169 @@
+"""`draftfeed install-units`: what it writes is valid, and what a person edited stays."""
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from draftfeed_deploy.cli import main
+from draftfeed_deploy.config import build, override
+from draftfeed_deploy.consumer_file import ConsumerFile
+from draftfeed_deploy.install_units import FILES, GPU, RECORD, contents
+from draftfeed_deploy.producer_file import ProducerFile
+from draftfeed_producer.engines import SGLangConfig
+
+CONFIG = Path("etc/draftfeed/producer.toml")
+SERVICES = ("draftfeed-producer@0.service", "draftfeed-consumer.service")
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd is not installed"
+)
+
+
+def installed(root: Path, *options: str) -> Path:
+    assert main(["install-units", "--root", str(root), "--bin", "/usr/bin", *options]) == 0
+    return root
+
+
+def files(root: Path) -> dict[Path, bytes]:
+    found = [path for path in root.rglob("*") if path.is_file()]
+    return {path.relative_to(root): path.read_bytes() for path in found}
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    installed(tmp_path, "--dry-run")
+    assert not list(tmp_path.iterdir())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(FILES) + len(GPU)
+    assert all(line.startswith("write ") for line in lines)
+
+
+def test_everything_is_there_and_a_second_time_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = files(installed(tmp_path))
+    assert set(first) == {*FILES.values(), *GPU, RECORD}
+    assert (tmp_path / "etc/draftfeed/keys").stat().st_mode & 0o777 == 0o700
+    capsys.readouterr()
+    assert files(installed(tmp_path)) == first
+    assert all(line.startswith("unchanged") for line in capsys.readouterr().out.splitlines())
+
+
+def test_edited_file_stays_and_force_keeps_it_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed(tmp_path)
+    (tmp_path / CONFIG).write_text("mine")
+    capsys.readouterr()
+    installed(tmp_path)
+    assert (tmp_path / CONFIG).read_text() == "mine"
+    assert re.search(r"^keep +\S+producer.toml  edited", capsys.readouterr().out, re.MULTILINE)
+    installed(tmp_path, "--force")
+    assert (tmp_path / CONFIG).read_bytes() == contents("/usr/bin", gpu=True)[CONFIG]
+    assert (tmp_path / f"{CONFIG}.before").read_text() == "mine"
+
+
+def test_older_file_of_ours_is_updated(tmp_path: Path) -> None:
+    """Installed with the command elsewhere, and never edited."""
+    unit = tmp_path / FILES["draftfeed-consumer.service"]
+    assert main(["install-units", "--root", str(tmp_path), "--bin", "/srv/old"]) == 0
+    assert "ExecStart=/srv/old/draftfeed consumer" in unit.read_text()
+    installed(tmp_path)
+    assert "ExecStart=/usr/bin/draftfeed consumer" in unit.read_text()
+
+
+def test_without_a_record_a_file_that_differs_counts_as_edited(tmp_path: Path) -> None:
+    installed(tmp_path)
+    (tmp_path / RECORD).unlink()
+    (tmp_path / CONFIG).write_text("from elsewhere")
+    installed(tmp_path)
+    assert (tmp_path / CONFIG).read_text() == "from elsewhere"
+
+
+def test_place_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "etc").write_text("a file")
+    assert main(["install-units", "--root", str(tmp_path), "--bin", "/usr/bin"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert str(tmp_path) in error
+
+
+def test_command_that_services_cannot_see_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["install-units", "--root", str(tmp_path), "--bin", "/root/venv/bin"]) == 0
+    assert "/root/venv/bin is hidden from services" in capsys.readouterr().err
+
+
+def test_no_unit_takes_the_stream_from_another() -> None:
+    for path, content in contents("/usr/bin", gpu=True).items():
+        lines = [line for line in content.decode().splitlines() if not line.startswith("#")]
+        assert not any("--takeover" in line for line in lines), path
+
+
+def test_examples_are_valid_with_what_the_units_set() -> None:
+    shipped = contents("/usr/bin", gpu=True)
+    for instance in (0, 3):
+        producer = tomllib.loads(shipped[CONFIG].decode())
+        unit = shipped[FILES["draftfeed-producer@.service"]].decode()
+        for text in re.findall(r"--set (\S+=[^\s\"]+)", unit):
+            value = text.replace("%i", str(instance)).replace("%d", "/run/credentials")
+            value = value.replace("%S", "/var/lib")
+            override(producer, re.sub(r"\$\{\w+_HOST\}", "127.0.0.1", value))
+        config = build(producer, ProducerFile, "producer.toml")
+        assert isinstance(config.engine, SGLangConfig)
+        assert config.engine.replica == instance
+        assert config.server.bind == f"tcp://127.0.0.1:555{instance}"
+        assert config.status.bind == f"127.0.0.1:964{instance}"
+        assert config.spool.dir == Path(f"/var/lib/draftfeed-producer-{instance}/spool")
+    text = shipped[FILES["consumer.toml"]].decode()
+    assert build(tomllib.loads(text), ConsumerFile, "consumer.toml").trainer.kind == "specforge"
+
+
+@needs_systemd
+def test_systemd_finds_nothing_to_complain_of(tmp_path: Path) -> None:
+    root = installed(tmp_path)
+    units = [
+        root / FILES[name] for name in FILES if name.startswith("draftfeed") and "sys" not in name
+    ]
+    (tmp_path / "units").mkdir()
+    for unit in units:
+        text = unit.read_text().replace("/usr/bin/draftfeed", "/bin/true")
+        (tmp_path / "units" / unit.name.replace("@.", "@0.")).write_text(text)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--recursive-errors=no", "--man=no"]
+        + [str(path) for path in (tmp_path / "units").iterdir()],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@needs_systemd
+@pytest.mark.parametrize(("options", "limit"), [(["--no-gpu"], 2.0), ([], 4.5)])
+@pytest.mark.parametrize("unit", SERVICES)
+def test_exposure_is_small(tmp_path: Path, unit: str, options: list[str], limit: float) -> None:
+    root = installed(tmp_path, *options)
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", f"--root={root}", unit],
+        capture_output=True,
+        text=True,
+    )
+    found = re.search(r"Overall exposure level for \S+: ([\d.]+)", done.stdout)
+    assert found, done.stdout + done.stderr
+    assert float(found[1]) <= limit
+    relaxed = "✗ PrivateDevices" in done.stdout
+    assert relaxed == (not options), "the drop-in was not looked at"
+
+
+def test_every_relaxation_for_gpus_has_its_reason() -> None:
+    lines = contents("/usr/bin", gpu=True)[GPU[0]].decode().splitlines()
+    begins = lines.index("[Service]") + 1
+    reason = False
+    for line in lines[begins:]:
+        reason = line.startswith("#") or reason
+        assert reason, line
