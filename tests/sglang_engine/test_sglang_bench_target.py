@@ -56,15 +56,19 @@ def test_both_ways_are_measured_at_the_same_batches_and_nothing_is_left(
 
     def seen(self: process.HostProcess, python: str, settings: Settings, start: Start) -> object:
         started = launch(self, python, settings, start)
-        raw = Path(f"/proc/{started.pid}/environ").read_bytes().decode()
-        variables = dict(one.split("=", 1) for one in raw.split("\0") if "=" in one)
+        environment = Path(f"/proc/{started.pid}/environ")
+        # Empty for a moment, while the kernel lays out the new program.
+        eventually(lambda: environment.read_bytes() != b"", "the host's environment is there")
+        variables = dict(
+            one.split("=", 1) for one in environment.read_text().split("\0") if "=" in one
+        )
         starts.append((start, variables))
         return started
 
     monkeypatch.setattr(process.HostProcess, "_launch", seen)
     out = tmp_path / "target.json"
     config = write_config(tmp_path, tiny_qwen3)
-    arguments = ["-c", str(config), "--out", str(out), "--tokens", str(TOKENS)]
+    arguments = ["-c", str(config), "--out", str(out), "--tokens", str(TOKENS), "--minutes", "6"]
     with Log.kept() as log:
         code = main(["bench", "target", *arguments])
         log.assert_nothing_left()
@@ -80,10 +84,10 @@ def test_both_ways_are_measured_at_the_same_batches_and_nothing_is_left(
         # Several processes with torch in them.
         assert one.memory_bytes is not None
         assert one.memory_bytes > 200e6
-    assert not result.in_turns
-    assert "all with capture came before all without" in shown
+    assert result.in_turns
+    assert "advice   batch" in shown
 
-    (captured, its_variables), (bare, bare_variables) = starts
+    (bare, bare_variables), (captured, its_variables) = starts
     kept = {key for key in captured.args if key not in bare.args}
     assert kept == {
         "speculative_algorithm",
