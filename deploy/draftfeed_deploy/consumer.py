@@ -237,6 +237,8 @@ def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
         encoded_bytes=client.encoded_bytes,
         wire_bytes=client.wire_bytes,
         received_bytes={producer.address: producer.wire_bytes for producer in client.producers},
+        granted_bytes={producer.address: producer.granted_bytes for producer in client.producers},
+        loop_age_seconds=round(client.turn_seconds, 3),
         offered={producer.address: producer.offers for producer in client.producers},
         buffer_bytes=buffer.bytes,
         buffer_capacity_bytes=buffer.capacity_bytes,

@@ -23,6 +23,7 @@ PHASES = ("loading", "generating", "delivering", "done")
 """Of a producer."""
 LINK_STATES = ("down", "linked", "fenced", "granted", "open", "done", "out")
 """Of a consumer's link to one producer."""
+LOOP_AGE = "Since the loop that moves data last came round; more than a few say that it hangs."
 
 
 class Identity(NamedTuple):
@@ -123,9 +124,19 @@ def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterat
         dict(now.credit_bytes),
         "member",
     )
+    yield _counter(
+        p + "asset_bytes",
+        "Of the target's files, sent to trainers; not among sent_bytes.",
+        now.asset_bytes,
+    )
     yield _gauge(p + "members", "Ranks that have a session.", len(now.members))
     yield _gauge(p + "spool_bytes", "Of the spool on the disk.", now.spool_bytes)
     yield _gauge(p + "spool_quota_bytes", "What the spool may take.", now.spool_quota_bytes)
+    yield _gauge(
+        p + "spool_capacity_bytes",
+        "To what the spool can grow, by its quota or the disk, whichever ends first.",
+        now.spool_capacity_bytes,
+    )
     yield _gauge(
         p + "spool_paused", "1 when no prompts are admitted for want of space.", bool(now.alarm)
     )
@@ -148,7 +159,23 @@ def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterat
         now.stall_seconds,
         "cause",
     )
+    yield from _quality(p + "quality_", now)
+    yield _gauge(p + "loop_age_seconds", LOOP_AGE, now.loop_age_seconds)
     yield from _layers(p, now, stream)
+
+
+def _quality(p: str, now: ProducerSnapshot) -> Iterator[Metric]:
+    yield _gauge(
+        p + "window_samples", "Finished samples that the gate looks at.", now.quality_window
+    )
+    yield _gauge(
+        p + "degenerate_samples",
+        "Of those: stopped at once, short, the same for many prompts, thinking without an end.",
+        now.quality_degenerate,
+    )
+    yield _gauge(
+        p + "gate_closed", "1 when no prompt is begun because of those.", now.quality_closed
+    )
 
 
 def _lengths(name: str, now: ProducerSnapshot) -> Metric:
@@ -204,6 +231,13 @@ def consumer_metrics(now: ConsumerSnapshot) -> Iterator[Metric]:
         dict(now.received_bytes),
         "producer",
     )
+    yield _counter(
+        p + "granted_bytes",
+        "Decoded, that a producer was told there is room for.",
+        dict(now.granted_bytes),
+        "producer",
+    )
+    yield _gauge(p + "loop_age_seconds", LOOP_AGE, now.loop_age_seconds)
     yield _gauge(
         p + "offered_samples",
         "Samples that a producer has ready and there is no room for.",

@@ -41,6 +41,8 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Everything handed to the socket: chunks, messages, what was sent again."""
     spool_bytes: int = 0
     spool_quota_bytes: int = 0
+    spool_capacity_bytes: int = 0
+    """To what the spool can grow, by its quota or the disk, whichever ends first."""
     alarm: str = ""
     """Why no prompts are admitted; empty while they are."""
     term: int = 0
@@ -57,6 +59,11 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Those by state: rejected, quarantined, tail."""
     regenerated: int = 0
     """Samples made again because the first record was damaged or lost."""
+    quality_window: int = 0
+    """Finished samples that the quality gate looks at."""
+    quality_degenerate: int = 0
+    """Of those."""
+    quality_closed: bool = False
     oldest_uncommitted_seconds: float = 0.0
     """Age of the oldest sample that is not terminal."""
     commit_age_seconds: float = 0.0
@@ -68,6 +75,10 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """By member."""
     credit_bytes: dict[str, int] = {}
     """By member: what it has room for and was not sent."""
+    asset_bytes: int = 0
+    """Of the target's files, sent; not among the wire bytes."""
+    loop_age_seconds: float = 0.0
+    """Since the loop that moves data last came round."""
     stall_seconds: dict[str, float] = {}
     nonfinite: list[int] | None = None
     saturated: list[int] = []
@@ -96,6 +107,10 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     buffer_capacity_bytes: int = 0
     received_bytes: dict[str, int] = {}
     """By producer."""
+    granted_bytes: dict[str, int] = {}
+    """By producer: decoded bytes that were asked for."""
+    loop_age_seconds: float = 0.0
+    """Since the loop that moves data last came round."""
     offered: dict[str, int] = {}
     """Samples that a producer has ready and there is no room for."""
     held: int = 0

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.quality import GateFigures
 from draftfeed_producer.responses import Gatekeeper
 from draftfeed_producer.server import Server
 from draftfeed_producer.sources import PromptSource
@@ -75,6 +76,10 @@ class Admission:
     def closed_because(self) -> str:
         """Of the quality gate; empty while it is open."""
         return self._gate.alarm if self._gate is not None else ""
+
+    @property
+    def quality(self) -> GateFigures:
+        return self._gate.figures if self._gate is not None else GateFigures()
 
     def stored(self, id: SampleId) -> None:
         """Or given up."""

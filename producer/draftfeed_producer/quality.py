@@ -89,6 +89,15 @@ class Alarm(NamedTuple):
         )
 
 
+class GateFigures(NamedTuple):
+    """How the window is."""
+
+    looked_at: int = 0
+    """Finished samples in it."""
+    degenerate: int = 0
+    closed: bool = False
+
+
 class _Seen(NamedTuple):
     response: Response
     reasons: tuple[str, ...]
@@ -119,6 +128,10 @@ class QualityGate:
             return None
         self.alarm = self._alarm(running)
         return self.alarm
+
+    @property
+    def figures(self) -> GateFigures:
+        return GateFigures(len(self._window), self._degenerate, self.alarm is not None)
 
     def _is_too_much(self, running: int) -> bool:
         seen = len(self._window)

@@ -5,7 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from draftfeed_producer.quality import QualityConfig, QualityGate, Response, thinking_is_open
+from draftfeed_producer.quality import (
+    GateFigures,
+    QualityConfig,
+    QualityGate,
+    Response,
+    thinking_is_open,
+)
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -43,12 +49,13 @@ class ResponseReader:
 
 class Gatekeeper:
     """The quality gate over samples as they are finished. One thread shows it samples; any may
-    ask for the alarm."""
+    ask for the alarm and the figures."""
 
     def __init__(self, reader: ResponseReader, config: QualityConfig) -> None:
         self._reader, self._gate = reader, QualityGate(config)
         self.alarm = ""
         """Why nothing more may be generated; empty while the gate is open."""
+        self.figures = GateFigures()
 
     def look_at(self, sample: Sample, running: int) -> None:
         """running: prompts that were begun and are not finished. Tells the log when it closes."""
@@ -56,6 +63,7 @@ class Gatekeeper:
         ids, reason = sample.input_ids, sample.finish_reason
         response = self._reader.read(sample.key, ids[~mask], ids[mask], reason)
         alarm = self._gate.add(response, running)
+        self.figures = self._gate.figures
         if alarm is not None:
             self.alarm = f"the quality gate is closed: {alarm}"
             logger.error(

@@ -17,6 +17,7 @@ from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
 from draftfeed_producer.errors import KeyFileError, ProducerError, SpoolFull
 from draftfeed_producer.listener import Listener
 from draftfeed_producer.prompts import PromptFile, prompt_limit
+from draftfeed_producer.quality import GateFigures
 from draftfeed_producer.responses import Gatekeeper, ResponseReader
 from draftfeed_producer.server import Server, ServerStatistics
 from draftfeed_producer.sources import PromptSource, file_source, synthetic_source
@@ -57,6 +58,7 @@ class ProducerStatistics(NamedTuple):
     server: ServerStatistics | None
     closed_because: str = ""
     """Of the quality gate; empty while it is open."""
+    quality: GateFigures = GateFigures()
 
 
 class ProducerService:
@@ -149,6 +151,7 @@ class ProducerService:
             self._spool.statistics() if self._spool else None,
             self._server.statistics() if self._server else None,
             self._admission.closed_because if self._admission else "",
+            self._admission.quality if self._admission else GateFigures(),
         )
 
     @property

@@ -124,6 +124,9 @@ def test_a_target_that_stops_at_once_is_stopped_and_goes_on_when_told_to(
     assert "stopped at once" in told
     assert told.count("1 tokens") == 3
     assert "[quality]" in told
+    quality_figures = statistics.quality
+    assert quality_figures.closed
+    assert quality_figures.degenerate == quality_figures.looked_at >= 20
 
     member = BareMember(first.address)
     member.open()

@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from draftfeed_deploy.errors import StatusBindError
 from draftfeed_deploy.status import MAX_REQUESTS, Pages, Probe, Status, StatusConfig, loop_probe
 from processes import SAMPLES, Run
+from promtool import needs_prometheus, promtool
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,10 +96,18 @@ def test_both_services_tell_the_same_story(run: Run) -> None:
     assert value(made, "draftfeed_producer_swaps_total") == 0
     assert value(made, "draftfeed_producer_commits_total") >= 1
     assert value(made, "draftfeed_producer_oldest_uncommitted_seconds") > 0
+    spool = value(made, "draftfeed_producer_spool_bytes")
+    assert spool < value(made, "draftfeed_producer_spool_capacity_bytes")
+    assert value(made, "draftfeed_producer_asset_bytes_total") == 0
+    assert value(made, "draftfeed_producer_quality_gate_closed") == 0
+    assert value(made, "draftfeed_producer_loop_age_seconds") < 5
+    assert value(got, "draftfeed_consumer_loop_age_seconds") < 5
     logical = value(made, "draftfeed_producer_logical_bytes_total")
     rows = value(made, "draftfeed_producer_fed_tokens_total")
     assert logical == rows * 5 * 64 * 2
     assert value(made, "draftfeed_producer_zero_rows_total", layer="1") == 0
+    granted = value(got, "draftfeed_consumer_granted_bytes_total", producer=run.address)
+    assert granted >= logical
     assert value(got, "draftfeed_consumer_attached") == 1
     assert value(got, "draftfeed_consumer_link", producer=run.address, state="open") == 1
     trained = value(got, "draftfeed_consumer_trained_samples_total")
@@ -149,6 +158,20 @@ def test_every_metric_is_explained_and_named_as_prometheus_wants(run: Run) -> No
             assert re.fullmatch(r"[a-z_]+", family.name), family.name
             assert family.documentation.endswith("."), family.name
             assert not re.search(r"_(ms|kb|mb|gb|percent)(_|$)", family.name), family.name
+
+
+@needs_prometheus
+def test_promtool_finds_nothing_to_say_of_the_metrics(run: Run) -> None:
+    """Of a run in which samples have gone all the way, so that no metric is without a value."""
+    ports = {"producer": free_port(), "consumer": free_port()}
+    options = {name: ["--set", f"status.bind=127.0.0.1:{port}"] for name, port in ports.items()}
+    run.start("producer", *options["producer"])
+    run.start("consumer", *options["consumer"], "--set", "trainer.options.pause_after=20")
+    run.wait_for_lines("consumer/steps.jsonl", 20)
+    for port in ports.values():
+        text = get(f"http://127.0.0.1:{port}/metrics")[1]
+        assert text.count("# HELP draftfeed_") > 20
+        assert promtool("check", "metrics", given=text) == (0, "")
 
 
 def listening(port: int) -> bool:

@@ -45,6 +45,8 @@ class SpoolStatistics(NamedTuple):
     alarm: str = ""
     """Why admission is paused; empty when it is not."""
     regenerated: int = 0
+    capacity_bytes: int = 0
+    """To what it can grow, by its quota or the disk, whichever ends first."""
 
 
 class Spool:
@@ -292,6 +294,7 @@ class Spool:
             self._encoded_bytes,
             self.alarm,
             len(self.regenerated),
+            self._capacity(),
         )
 
     def _ended(self) -> dict[str, int]:
