@@ -63,12 +63,12 @@ def run_consumer(
         if ranks is not None:  # panels would overwrite each other, and lines get mixed up
             run_dir = run_dir and run_dir / f"rank{ranks.rank}"
             console = Console(file=console.file, force_terminal=False)
-        status = stack.enter_context(Status(config.status, ranks.rank if ranks else 0))
         # Of several ranks on a machine one speaks for all.
         leads = ranks is None or ranks.leader
         claim = None
         if leads:
             claim = stack.enter_context(claimed(run.output_dir, takeover=attach.takeover))
+        status = stack.enter_context(Status(config.status, ranks.rank if ranks else 0))
         streams: list[HiddenStateStream] = []
         look = Look(streams)
         announcer = stack.enter_context(announced(look)) if leads else Silent()

@@ -19,7 +19,7 @@ KEY_CHARACTERS = 40
 MAX_FILE_BYTES = 1 << 16
 _LINE = r'^\s*{name}-key\s*=\s*"(.*)"\s*$'
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_HOST = re.compile(r"tcp://(?:\[(?P<six>[^\]]*)\]|(?P<name>[^:]*)):")
+_HOST = re.compile(r"tcp://(?:\[(?P<six>[^\]]*)\]|(?P<name>[^:]*))(?::|$)")
 
 
 class KeyPair(NamedTuple):

@@ -86,7 +86,8 @@ def test_port_in_use(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("bind", ["nonsense", "tcp://999.1.1.1:5", "tcp://127.0.0.1"])
 def test_address_that_is_none(config: Path, capsys: pytest.CaptureFixture[str], bind: str) -> None:
-    line = fails(capsys, "producer", "-c", config, "--set", f"server.bind={bind}")
+    insecure = ["--set", "server.insecure=true"]
+    line = fails(capsys, "producer", "-c", config, "--set", f"server.bind={bind}", *insecure)
     assert f"cannot listen on {bind}" in line
 
 
