@@ -13,7 +13,12 @@ import pytest
 
 from bare_member import BareMember
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import CaptureConfig, SamplingConfig, TransformersConfig
+from draftfeed_producer.engines import (
+    CaptureConfig,
+    SamplingConfig,
+    SGLangConfig,
+    TransformersConfig,
+)
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
 from draftfeed_producer.quality import QualityConfig
@@ -23,6 +28,7 @@ from draftfeed_producer.target import TargetConfig
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.sample import Sample
+from standin_engine import LAYER_IDS, Standin
 from waiting import eventually
 
 BATCH = 8
@@ -175,3 +181,33 @@ def test_samples_in_the_making_when_it_closes_are_finished_and_kept(run: Callabl
     assert statistics.spool is not None
     assert len(producer.generated) % BATCH == 0  # whole batches
     assert statistics.spool.samples == len(producer.generated)
+
+
+def test_requests_in_sglang_are_finished_when_it_closes_and_no_more_are_sent(
+    tmp_path: Path, standin: Standin
+):
+    """Its engine takes prompts while others run."""
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt_ids": [5 + n % 300] * 9}) + "\n" for n in range(200))
+    )
+    sampling = SamplingConfig(max_new_tokens=12, stop_token_ids=tuple(range(400)))
+    config = ProducerConfig(
+        engine=SGLangConfig(
+            python=standin.python(), sampling=sampling, concurrency=16, args={"standin": {}}
+        ),
+        target=TargetConfig(path=str(standin.target_path), layer_ids=LAYER_IDS),
+        prompts=PromptsConfig(path=str(path), max_prompt_tokens=60),
+        spool=SpoolConfig(dir=tmp_path / "spool", min_free_bytes=0),
+        server=ServerConfig(bind=f"ipc://{tmp_path}/p.sock"),
+        quality=QualityConfig(window=40),
+    )
+    producer = Running(config)
+    try:
+        statistics = producer.closed()
+        assert "stopped at once" in statistics.closed_because
+        assert 20 <= len(producer.generated) <= 60
+        assert statistics.spool is not None
+        assert statistics.spool.samples == len(producer.generated)
+    finally:
+        producer.close()
