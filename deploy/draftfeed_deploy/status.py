@@ -4,6 +4,7 @@
 Read-only, without secrets. It listens on loopback unless it is told otherwise.
 """
 
+import importlib.metadata
 import logging
 import socket
 import threading
@@ -24,6 +25,7 @@ from draftfeed_deploy.page import page
 
 logger = logging.getLogger(__name__)
 
+VERSION = importlib.metadata.version("draftfeed")
 FIRST_PORT = 9640
 PORTS = 100
 """Tried, when none is configured: several producers may run on one machine."""
@@ -73,7 +75,7 @@ class Pages(NamedTuple):
     """False: it does not work any more, and a restart may help."""
     ready: Callable[[], Probe]
     """Whether it does its work now."""
-    identity: Callable[[], Identity] = lambda: Identity("")
+    identity: Callable[[], Identity] = lambda: Identity(VERSION)
 
     def answer(self, path: str) -> Answer:
         match path.partition("?")[0]:

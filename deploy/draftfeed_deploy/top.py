@@ -1,0 +1,51 @@
+"""`draftfeed top` on a terminal: one picture, drawn anew every second."""
+
+import time
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from draftfeed_deploy.top_view import picture
+from draftfeed_deploy.top_watch import Watch
+
+DRAW_SECONDS = 1.0
+
+
+class Picture(Static):
+    """As wide as the terminal."""
+
+    shown = Text()
+
+    def draw(self, watch: Watch) -> None:
+        lines = picture(watch.services(), self.app.size.width, time.time())
+        self.shown = Text("\n").join(lines)
+        self.update(self.shown)
+
+
+class Top(App[None]):
+    TITLE = "draftfeed top"
+    CSS = "Picture { width: 100%; text-wrap: nowrap; } VerticalScroll { scrollbar-size: 0 0; }"
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("q,ctrl+c", "quit", "quit")]
+
+    def __init__(self, watch: Watch, draw_seconds: float = DRAW_SECONDS) -> None:
+        super().__init__()
+        self._watch, self._draw_seconds = watch, draw_seconds
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll():
+            yield Picture()
+
+    def on_mount(self) -> None:
+        self._draw()
+        self.set_interval(self._draw_seconds, self._draw)
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self.query_one(Picture).draw(self._watch)
