@@ -16,6 +16,7 @@ from draftfeed_consumer.policy import Policy
 from draftfeed_consumer.trainers import TrainerConfig
 from draftfeed_consumer.trainers.specforge_options import SpecForgeOptions
 from draftfeed_deploy.config import build
+from draftfeed_deploy.status import StatusConfig
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.conversations import OutputConfig
 from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
@@ -40,6 +41,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "`[server]`": ServerConfig,
     "`[quality]`:": QualityConfig,
     "`[output]`:": OutputConfig,
+    "`[status]`,": StatusConfig,
     "`[producer]`": ClientConfig,
     "`[buffer]`": BufferConfig,
     "`[trainer]`": TrainerConfig,
