@@ -102,7 +102,7 @@ def _advice(result: Result) -> str:
     if best < max(captured):
         where = f"batch {best}: doubling it gives less than {FLAT:.0%} more output"
     elif result.cut:
-        where = f"batch {best}, behind which nothing was measured: output still rises there"
+        where = f"batch {best}, the largest that was measured: output still rises there"
     elif best == 1:
         where = "batch 1 alone was measured"
     else:
@@ -122,5 +122,5 @@ def _cost(captured: MeasuredPoint, bare: MeasuredPoint, in_turns: bool) -> str:
     cost, least, most = (100 * (1 - one) for one in (found.median, found.most, found.least))
     rounds = f"{least:.1f}% to {most:.1f}%, by round"
     if least <= 0:
-        return f"what the capture costs there is less than the noise ({rounds})"
+        return f"what the capture costs there is within the noise ({rounds})"
     return f"the capture costs {cost:.1f}% of the output there ({rounds})"
