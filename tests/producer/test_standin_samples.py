@@ -170,7 +170,8 @@ def test_given_responses_take_one_pass(standin: Standin):
     check_all(samples, prompts)
     assert {(s.finish_reason, str(s.sampling)) for s in samples} == {("stop", "{}")}
     rows = sum(p.tokens - 1 for p in prompts)
-    assert rows <= engine.captured - TRIAL_ROWS <= rows + len(prompts), "a pass too much at most"
+    requests = len(prompts) + 1  # the trial is one, and what is launched in advance is a row each
+    assert rows <= engine.captured - TRIAL_ROWS <= rows + requests, "a pass too much at most"
     engine.close()
 
 
