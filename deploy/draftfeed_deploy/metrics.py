@@ -81,17 +81,8 @@ def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterat
     p = "draftfeed_producer_"
     yield _states(p + "phase", "What it is doing: 1 for the phase it is in.", PHASES, now.phase)
     yield _gauge(p + "prompts", "Prompts of the shards that it owns.", now.prompts)
-    yield _gauge(
-        p + "samples",
-        "Where samples are. leased and spooled end as trained or as one of the others.",
-        {
-            "trained": now.committed,
-            "leased": now.leased,
-            "spooled": now.spooled,
-            **{state: now.ended.get(state, 0) for state in ("rejected", "quarantined", "tail")},
-        },
-        "state",
-    )
+    if now.prompts:
+        yield from _remembered(p, now)
     yield _counter(p + "generated_samples", "Samples finished.", now.samples)
     yield _counter(p + "generated_tokens", "Tokens of responses.", now.response_tokens)
     yield _lengths(p + "response_tokens", now)
@@ -104,11 +95,6 @@ def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterat
     yield _counter(p + "captured_rows", "Rows captured, of unfinished samples too.", now.captured)
     yield _counter(
         p + "recaptured_samples", "Samples that lacked rows, made again.", now.recaptured
-    )
-    yield _counter(
-        p + "regenerated_samples",
-        "Samples made again because the first record was damaged or lost.",
-        now.regenerated,
     )
     yield _counter(p + "logical_bytes", "Hidden states as the target made them.", now.logical_bytes)
     yield _counter(p + "encoded_bytes", "Those samples, compressed.", now.encoded_bytes)
@@ -138,7 +124,9 @@ def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterat
         now.spool_capacity_bytes,
     )
     yield _gauge(
-        p + "spool_paused", "1 when no prompts are admitted for want of space.", bool(now.alarm)
+        p + "spool_paused",
+        "1 when no prompts are admitted for want of space.",
+        bool(now.alarm) and not now.quality_closed,
     )
     yield _gauge(
         p + "oldest_uncommitted_seconds",
@@ -162,6 +150,27 @@ def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterat
     yield from _quality(p + "quality_", now)
     yield _gauge(p + "loop_age_seconds", LOOP_AGE, now.loop_age_seconds)
     yield from _layers(p, now, stream)
+
+
+def _remembered(p: str, now: ProducerSnapshot) -> Iterator[Metric]:
+    """What the spool knows from before. It is left out until the spool is read: a step from zero
+    would look as if all that happened now."""
+    yield _gauge(
+        p + "samples",
+        "Where samples are. leased and spooled end as trained or as one of the others.",
+        {
+            "trained": now.committed,
+            "leased": now.leased,
+            "spooled": now.spooled,
+            **{state: now.ended.get(state, 0) for state in ("rejected", "quarantined", "tail")},
+        },
+        "state",
+    )
+    yield _counter(
+        p + "regenerated_samples",
+        "Samples made again because the first record was damaged or lost, since the spool began.",
+        now.regenerated,
+    )
 
 
 def _quality(p: str, now: ProducerSnapshot) -> Iterator[Metric]:
@@ -201,12 +210,17 @@ def _layers(p: str, now: ProducerSnapshot, stream: Descriptor | None) -> Iterato
         ("nonfinite", now.nonfinite or []),
         ("inexact", now.inexact),
     ):
-        for layer, count in zip(names, counts, strict=False):
+        for layer, count in _by_layer(names, counts):
             values.add_metric([layer, kind], count)
-    for layer, count in zip(names, now.zero_rows or [], strict=False):
+    for layer, count in _by_layer(names, now.zero_rows or []):
         zeros.add_metric([layer], count)
     yield values
     yield zeros
+
+
+def _by_layer(names: list[str], counts: list[int]) -> Iterator[tuple[str, int]]:
+    """Zeros before the first sample: a counter that begins above zero has risen unseen."""
+    return zip(names, counts or [0] * len(names), strict=False)
 
 
 def consumer_metrics(now: ConsumerSnapshot) -> Iterator[Metric]:
