@@ -71,14 +71,26 @@ def _kind(service: Service) -> str:
 
 
 def _forecast_lines(services: Sequence[Service], width: int, now: float) -> Iterator[Text]:
+    """One for each stream: producers of another run end when they do."""
     producers = [one for one in services if one.document and one.document.producer]
-    here = [one.document for one in producers if one.gone_since is None and one.document]
-    if not here:
-        return
-    words = outlook_words(together(map(outlook_of, here)), now)
-    missing = len(producers) - len(here)
-    without = f" (of those that answer: {missing} gone)" if missing else ""
-    yield from _wrapped(words + without, width, "")
+    streams = sorted({_stream(one) for one in producers})
+    for stream in streams:
+        run = [one for one in producers if _stream(one) == stream]
+        here = [one.document for one in run if one.gone_since is None and one.document]
+        if here:
+            words = outlook_words(together(map(outlook_of, here)), now)
+            gone = len(run) - len(here)
+            without = f" (of those that answer: {gone} gone)" if gone else ""
+            which = f"{stream or 'no stream yet'}: " if len(streams) > 1 else ""
+            yield from _wrapped(which + words + without, width, "")
+
+
+def _stream(one: Service) -> str:
+    """Its model and the beginning of its id; empty before it is known."""
+    document = one.document
+    if document is None or not document.stream_id:
+        return ""
+    return f"{document.model} {document.stream_id[:8]}"
 
 
 def outlook_of(document: Document) -> Outlook:
@@ -198,7 +210,7 @@ def _consumer(
         width,
         _style(one),
         one.name,
-        _state(one, "draining" if state.draining else document.state),
+        _state(one, _attached(state)),
         f"{state.trained:,}",
         f"{_recent(document.rates.tokens):,.0f}",
         _bytes(_recent(document.rates.wire_bytes)),
@@ -213,6 +225,10 @@ def _consumer(
     links = f"; {', '.join(away)}" if away else ""
     words = f"  term {state.term}, step {state.step:,}{loss}, {state.uncommitted:,} uncommitted"
     yield Text(_fit(words + links, width), WARNING if away else DIM)
+
+
+def _attached(state: ConsumerSnapshot) -> str:
+    return "draining" if state.draining else "attached" if state.attached else "waiting"
 
 
 LINKED = ("granted", "open", "done")

@@ -229,6 +229,23 @@ def test_last_of_several_forecasts_is_told_and_one_that_is_gone_is_left_out() ->
     assert any(line.startswith("  gone for 1.5 min: connection refused") for line in lines)
 
 
+def test_two_runs_have_a_forecast_each() -> None:
+    """One that only begins must not hide when the other ends."""
+    found = Outcome(
+        left=5,
+        seconds=60,
+        earliest=59,
+        latest=61,
+        rows_per_second=3,
+        recent_rows_per_second=3,
+        window_seconds=10,
+    )
+    one = document(producer=made(), forecast=found, model="smollm2", stream_id="5c0fc5570000")
+    lines = lines_of(one, document(producer=made()))
+    assert lines[1].startswith("no stream yet: too early to say")
+    assert any(line.startswith("smollm2 5c0fc557: generated in 1.0 min, at ") for line in lines)
+
+
 def test_stalls_drifts_and_warnings_are_told() -> None:
     minute = {True: Rates(samples=[10.0] * 40), False: Rates(samples=[4.0] * 40)}
     ranks = [

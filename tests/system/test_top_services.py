@@ -64,7 +64,9 @@ def test_killed_producer_is_gone_and_back_with_its_consumer_waiting(run: Run) ->
                 r"term 1, step [1-9]",
             )
             producer.kill()
-            await until(r"1 gone", rf"^{name} +gone ", r"waiting for t|  down|linked")
+            await until(
+                r"1 gone", rf"^{name} +gone ", rf"^127\.0\.0\.1:{ports['consumer']} +waiting"
+            )
             run.start("producer", *bound(ports["producer"]), run_dir="again")
             await until(r"1 producer, 1 consumer", rf"^{name} +generating", r"attached")
 
