@@ -10,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from draftfeed_deploy.drift import Drift, drifting
 from draftfeed_deploy.forecast import Forecast, Outlook, Reading, TooEarly, forecast
@@ -31,9 +31,14 @@ MOST_NAMES = 64
 """Of members whose bytes are kept."""
 
 
+Rate = Annotated[float, Meta(ge=0, le=1e18)]
+Seconds = Annotated[float, Meta(ge=0, le=1e15)]
+Moments = Annotated[float, Meta(ge=0, le=1e11)]
+"""Unix time. Bounds are for readers: what is shown must be a figure that can be shown."""
+
+
 class LogLine(Struct, frozen=True, kw_only=True):
-    time_seconds: float = 0.0
-    """Unix."""
+    time_seconds: Moments = 0.0
     level: str = ""
     words: str = ""
 
@@ -42,23 +47,23 @@ class Outcome(Struct, frozen=True, kw_only=True):
     """A Forecast, with null for an end that cannot be told."""
 
     left: int = 0
-    seconds: float = 0.0
-    earliest: float = 0.0
-    latest: float | None = None
-    rows_per_second: float = 0.0
-    recent_rows_per_second: float = 0.0
-    window_seconds: float = 0.0
+    seconds: Seconds = 0.0
+    earliest: Seconds = 0.0
+    latest: Seconds | None = None
+    rows_per_second: Rate = 0.0
+    recent_rows_per_second: Rate = 0.0
+    window_seconds: Seconds = 0.0
 
 
 class Rates(Struct, frozen=True, kw_only=True):
     """Per second, one for each interval, the newest last."""
 
-    interval_seconds: float = INTERVAL_SECONDS
-    logical_bytes: list[float] = []
-    wire_bytes: list[float] = []
-    tokens: list[float] = []
+    interval_seconds: Seconds = INTERVAL_SECONDS
+    logical_bytes: list[Rate] = []
+    wire_bytes: list[Rate] = []
+    tokens: list[Rate] = []
     """Rows, which a producer captures and a consumer receives."""
-    samples: list[float] = []
+    samples: list[Rate] = []
     """Finished by a producer, trained by a consumer."""
 
 
@@ -69,8 +74,7 @@ class Document(Struct, frozen=True, kw_only=True):
     model: str = ""
     stream_id: str = ""
     layer_ids: list[int] = []
-    time_seconds: float = 0.0
-    """Unix."""
+    time_seconds: Moments = 0.0
     healthy: bool = True
     ready: bool = False
     state: str = "starting"

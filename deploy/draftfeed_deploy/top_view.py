@@ -25,6 +25,9 @@ RATE_INTERVALS = 5
 DRIFT_INTERVALS = 30
 STALLED_SHARE = 0.05
 LOG_SHOWN = 4
+DRIFTS_SHOWN, MEMBERS_SHOWN = 8, 64
+LONGEST = 1000
+"""Characters of one text that are looked at, however much a service says."""
 BARS = " ▁▂▃▄▅▆▇█"
 HEAD, DIM, BAD, WARNING = "bold", "grey62", "bold red", "yellow"
 LOGICAL, WIRE, TOKENS = "bright_blue", "green", "cyan"
@@ -183,7 +186,7 @@ def _producer(
     if one.gone_since is not None:
         yield _gone(one, width, now)
         return
-    names = " ".join(state.members)
+    names = " ".join(state.members[:MEMBERS_SHOWN])
     members = f"members {names}" if state.members else "no members"
     age = _seconds(state.commit_age_seconds)
     yield Text(
@@ -285,7 +288,7 @@ def _drifts(services: Sequence[Service], width: int) -> Iterator[Text]:
     for _, ranks in groupby(sorted(_trainers(services)), key=lambda rank: rank[0]):
         trained = {name: rate for _, name, rate in ranks}
         found += [f"{one.name} trains {one.share:.0%} of the others" for one in drifting(trained)]
-    for words in found:
+    for words in found[:DRIFTS_SHOWN]:
         yield Text(_fit(f"drift    {words}", width), WARNING)
 
 
@@ -360,7 +363,7 @@ def _seconds(value: float) -> str:
 
 def _clean(text: str) -> str:
     """What comes from elsewhere must not move the cursor."""
-    return "".join(one if one.isprintable() else " " for one in text)
+    return "".join(one if one.isprintable() else " " for one in text[:LONGEST])
 
 
 def _fit(text: str, width: int) -> str:

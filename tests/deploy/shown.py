@@ -1,7 +1,9 @@
 """Pages of a service with the snapshots that a test speaks of, at a real port."""
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.records import Snapshot
@@ -28,3 +30,27 @@ def shown(snapshot: Callable[[], Snapshot], bind: str = "127.0.0.1:0") -> Iterat
 
 def ready() -> Probe:
     return Probe(True, "generating")
+
+
+@contextmanager
+def served(body: bytes, headers: Mapping[str, str] = {}) -> Iterator[str]:
+    """The address of a server that is none of ours and says the same at every path."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nobody is interested."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -23,7 +23,7 @@ from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot
 from draftfeed_deploy.top import Picture, Top
 from draftfeed_deploy.top_view import graph, picture
 from draftfeed_deploy.top_watch import Service, Watch, totals
-from shown import shown
+from shown import served, shown
 from snapshots import consumed, produced
 
 SECONDS = 30.0
@@ -153,6 +153,41 @@ def test_names_from_the_network_cannot_move_the_cursor_or_style_the_text() -> No
             assert not set("\x1b\r\u202e") & set(screen.text)
 
         on_screen([url], act)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>",
+        b"[]",
+        b'{"producer": 3}',
+        b'{"rates": {"tokens": [1e308, 1e308]}}',
+        b'{"rates": {"wire_bytes": [-1]}}',
+        b'{"forecast": {"seconds": 1e300}}',
+        b'{"log": [{"time_seconds": 1e300}]}',
+        b"[" * 100_000,
+        b" " * (5 << 20),
+    ],
+)
+def test_service_that_says_nonsense_is_shown_as_such(body: bytes) -> None:
+    with served(body) as url:
+        found = top_watch.asked(Service(url))
+    assert found.document is None
+    assert found.gone_since is not None
+    assert "is no status of a service" in found.why or "more than" in found.why
+    assert url[7:] in "\n".join(line.plain for line in picture([found], 80, time.time()))
+
+
+def test_service_that_says_a_lot_is_cut() -> None:
+    """Four megabytes of names must not take seconds to draw, every second."""
+    names = ["m" * 100 for _ in range(10_000)]
+    drift = [Drift(name, 0.1) for name in names]
+    state = made(members=names, alarm="a" * 1_000_000, phase="p" * 1_000_000)
+    began = time.process_time()
+    lines = lines_of(document(producer=state, drifting=drift, too_early="b" * 1_000_000))
+    assert time.process_time() - began < 1
+    assert len(lines) < 80
+    assert max(map(cell_len, lines)) <= 80
 
 
 def test_services_of_this_machine_are_found() -> None:

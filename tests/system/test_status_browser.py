@@ -2,10 +2,7 @@
 
 import json
 import logging
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from draftfeed_deploy.records import ProducerSnapshot
 from draftfeed_deploy.scrapes import fetch
 from draftfeed_deploy.status import Status, StatusConfig
 from processes import Run
-from shown import shown
+from shown import served, shown
 from snapshots import consumed, produced
 from test_status_pages import free_port
 from waiting import eventually
@@ -136,38 +133,17 @@ FOREIGN = b"""<html><link rel="icon" href="data:,"><body><p id="words">before</p
 <script>document.getElementById("words").textContent = "a script ran";</script></body></html>"""
 
 
-@contextmanager
-def served(body: bytes, headers: dict[str, str]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            for name, value in {"Content-Type": "text/html", **headers}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Nobody is interested."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def test_policy_forbids_what_a_page_without_it_would_do(tmp_path: Path) -> None:
     """So that a name that was not escaped could do nothing; and the browser's log shows it."""
-    with served(FOREIGN, {}) as url:
+    with served(FOREIGN, {"Content-Type": "text/html"}) as url:
         seen = look(url, tmp_path)
         assert sorted(seen.requested) == [
             "http://foreign.invalid/a.js",
             "http://foreign.invalid/image.png",
         ]
         assert seen.text("words") == "a script ran"
-    with served(FOREIGN, {"Content-Security-Policy": page().policy}) as url:
+    policy = {"Content-Type": "text/html", "Content-Security-Policy": page().policy}
+    with served(FOREIGN, policy) as url:
         seen = look(url, tmp_path)
         assert seen.requested == []
         assert seen.text("words") == "before"
