@@ -53,8 +53,10 @@ class Stopwatch:
     def at(self, now: float, phase: str) -> float:
         """now: monotonic seconds. phase: what it does from now on."""
         with self._lock:
-            if self._last is not None and self._last[1] == "generating":
-                self._seconds += max(0.0, now - self._last[0])
+            before = self._last or (now, "")
+            now = max(now, before[0])  # two may come in another order than they looked
+            if before[1] == "generating":
+                self._seconds += now - before[0]
             self._last = now, phase
             return self._seconds
 
