@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -93,8 +94,7 @@ def load_target(config: TargetConfig) -> Target:
     Raises ModelError when the directory does not hold a model, MissingPackageError.
     """
     path = Path(config.path).expanduser()
-    if not path.is_dir():
-        raise ModelError(path, "is not a directory; a target is a Hugging Face model directory")
+    _check_readable(path)
     if not (path / "config.json").is_file():
         raise ModelError(path, "is not a model directory: it has no config.json")
     if (path / TARGET_MANIFEST).is_file():
@@ -106,6 +106,20 @@ def load_target(config: TargetConfig) -> Target:
     name = config.name or _hub_name(path) or path.resolve().name
     revision = config.revision or _hub_commit(path) or weights_digest(path)
     return Target(path, model_config, tokenizer, name, revision)
+
+
+def _check_readable(path: Path) -> None:
+    """A service has a user of its own, and the model may be another one's."""
+    try:
+        files = [file for file in path.iterdir() if file.is_file()]
+    except (FileNotFoundError, NotADirectoryError):
+        words = "is not a directory; a target is a Hugging Face model directory"
+        raise ModelError(path, words) from None
+    except OSError as error:
+        raise ModelError(path, f"cannot be read by this user: {error.strerror}") from None
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise ModelError(path, f"has a file that this user cannot read: {file.name}")
 
 
 def end_tokens(target: Target) -> tuple[int, ...]:
