@@ -14,6 +14,7 @@ from rich.logging import RichHandler
 from draftfeed_deploy import (
     audit,
     bench_tools,
+    doctor,
     drafter_tools,
     exits,
     export_tools,
@@ -46,6 +47,7 @@ examples:
   draftfeed keygen keys/producers                keys, before others can reach the stream
   draftfeed install-units --dry-run              the same under systemd
   draftfeed top                                  what running services do, on one screen
+  draftfeed doctor -c producer.toml              what stands in the way, and how to mend it
   draftfeed drain -c consumer.toml               end a consumer with everything committed
   draftfeed audit -c producer.toml               where every prompt is
   draftfeed export --from runs/demo/spool --format specforge files
@@ -223,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     plan_tools.add_command(commands)
     prepare_tools.add_commands(commands)
     top_tools.add_command(commands)
+    doctor.add_command(commands)
     _add_demo(commands)
     return parser
 

@@ -1,0 +1,91 @@
+"""Of a consumer's configuration: producers, keys, memory, the trainer and its directories."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftfeed_consumer.errors import KeyFileError
+from draftfeed_consumer.trainers import TrainerConfig
+from draftfeed_deploy import doctor_machine as machine
+from draftfeed_deploy.consumer_file import ConsumerFile
+from draftfeed_deploy.doctor_disk import disk
+from draftfeed_deploy.doctor_finding import Finding, fail, ok, warn
+from draftfeed_deploy.doctor_network import can_reach
+from draftfeed_deploy.doctor_producer import status_port
+from draftfeed_deploy.progress import readable_bytes
+from draftfeed_producer.engines.sglang.memory import available_bytes
+from draftfeed_producer.errors import EngineError
+from draftfeed_proto.keys import local
+
+CHECKPOINT_BYTES = 4 << 30
+"""A few, of a drafter of several layers with its optimizer."""
+
+
+def consumer(config: ConsumerFile) -> Iterator[Finding]:
+    for address in config.producer.addresses:
+        yield can_reach("producer", address)
+    yield _keys(config)
+    yield _buffer(config.buffer.capacity_bytes)
+    yield from _trainer(config.trainer)
+    yield status_port(config.status)
+
+
+def _keys(config: ConsumerFile) -> Finding:
+    client = config.producer
+    if client.key is None:
+        if all(map(local, client.addresses)):
+            return ok("keys", "none, and every producer is on this machine")
+        fix = "draftfeed keygen keys/train-a; docs/security.md"
+        return warn("keys", "none: the stream is neither encrypted nor authenticated", fix)
+    try:
+        client.credentials()
+    except KeyFileError as error:
+        return fail("keys", str(error), f"chmod 600 {client.key}; draftfeed keygen")
+    return ok("keys", f"{client.key} is readable by its owner alone")
+
+
+def _buffer(capacity_bytes: int) -> Finding:
+    try:
+        available = available_bytes()
+    except EngineError as error:
+        return warn("memory", str(error), "mount -t proc proc /proc")
+    found = f"{readable_bytes(available)} available, buffer {readable_bytes(capacity_bytes)}"
+    if capacity_bytes > available:
+        return fail("memory", found, "free -h; lower [buffer] capacity_bytes")
+    return ok("memory", found)
+
+
+def _trainer(trainer: TrainerConfig) -> Iterator[Finding]:
+    yield _packages(trainer)
+    device = str(trainer.options.get("device", "auto"))
+    yield machine.gpus(1 if device.startswith("cuda") else 0)
+    if trainer.target is not None:
+        yield _target(trainer.target.expanduser())
+    yield disk("checkpoints", trainer.output_dir, CHECKPOINT_BYTES, 0)
+
+
+def _packages(trainer: TrainerConfig) -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return fail("trainer", "torch is not installed", "pip install 'draftfeed[specforge]'")
+    if trainer.function is None:
+        if importlib.util.find_spec("specforge") is None:
+            fix = "pip install 'draftfeed[specforge]' && pip install --no-deps specforge==0.2.0"
+            return fail("trainer", "SpecForge is not installed", fix)
+        return ok("trainer", trainer.kind or "specforge")
+    module = trainer.function.partition(":")[0]
+    try:
+        there = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        there = False
+    if not there:
+        fix = "PYTHONPATH=the folder that it is in"
+        return fail("trainer", f"{trainer.function}: there is no module {module}", fix)
+    return ok("trainer", trainer.function)
+
+
+def _target(path: Path) -> Finding:
+    config = path / "config.json"
+    if not os.access(config, os.R_OK):
+        return fail("target", f"{config} cannot be read", "[trainer] target: a model directory")
+    return ok("target", str(path))

@@ -1,0 +1,221 @@
+"""Of a producer's configuration: target, prompts, engine, memory, spool, ports, keys."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftfeed_deploy import doctor_machine as machine
+from draftfeed_deploy.doctor_disk import RATIO, bytes_in, capacity_of, disk, write_speed
+from draftfeed_deploy.doctor_finding import Finding, fail, ok, warn
+from draftfeed_deploy.doctor_network import Address, can_listen, parsed
+from draftfeed_deploy.producer_file import ProducerFile
+from draftfeed_deploy.progress import readable_bytes
+from draftfeed_deploy.status import FIRST_PORT, StatusConfig
+from draftfeed_producer.access import PUBLIC_SUFFIX, read_public, read_secret
+from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
+from draftfeed_producer.engines.sglang.engine import KNOWN_VERSIONS
+from draftfeed_producer.engines.sglang.memory import available_bytes
+from draftfeed_producer.errors import EngineError, KeyFileError, ProducerError
+from draftfeed_producer.listener import ServerConfig
+from draftfeed_producer.target import load_target
+from draftfeed_proto.errors import ProtoError
+
+PLUGIN = "draftfeed_producer.engines.sglang.plugin:load"
+SHM_BYTES = 1 << 30
+"""NCCL's, between GPUs of one replica; 64 MiB in a container without --shm-size."""
+SPARE_FILES = 512
+"""Descriptors beside those of the spool's segments."""
+LAYERS = 5
+"""Without layer_ids, of targets that have so many."""
+MAX_LINE_BYTES = 64 << 20
+_ASK = """\
+import importlib.metadata as m, json
+eps = [e.value for e in m.entry_points(group="sglang.srt.plugins")]
+print(json.dumps([m.version("sglang"), m.version("draftfeed"), eps]))
+"""
+_ASK_SECONDS = 60.0
+
+
+def producer(config: ProducerFile, tokens_per_second: float) -> Iterator[Finding]:
+    """tokens_per_second: rows that this producer is planned to capture."""
+    segments = -(-config.spool.quota_bytes // config.spool.segment_bytes)
+    yield machine.files(SPARE_FILES + segments)
+    row_bytes = None
+    if isinstance(config.engine, SyntheticConfig):
+        row_bytes = _synthetic_row_bytes(config.engine)
+    else:
+        found, row_bytes = _target(config)
+        yield found
+        yield _prompts(config)
+    yield from _engine(config)
+    yield from _spool(config, row_bytes, tokens_per_second)
+    yield from _ports(config.server, config.status)
+    yield from _keys(config.server)
+
+
+def _synthetic_row_bytes(engine: SyntheticConfig) -> int:
+    layers = LAYERS if engine.layer_ids is None else len(engine.layer_ids)
+    return 2 * engine.hidden_size * (layers + (engine.final != "none"))
+
+
+def _target(config: ProducerFile) -> tuple[Finding, int | None]:
+    """(what it is, bytes of one row)"""
+    try:
+        target = load_target(config.needed()[0])
+        settings = config.needed()[0]
+        row_bytes = target.descriptor(settings.layer_ids, settings.final).row_bytes()
+    except (ProducerError, ProtoError) as error:
+        return fail("target", str(error), "[target] path: a complete model directory"), None
+    except ImportError as error:
+        fix = "pip install 'draftfeed[transformers]'"
+        return fail("target", f"{error.name} is not installed", fix), None
+    found = f"{settings.path}, {readable_bytes(row_bytes)} of states for each token"
+    return ok("target", found), row_bytes
+
+
+def _prompts(config: ProducerFile) -> Finding:
+    try:
+        path = Path(config.needed()[1].path).expanduser()
+        with path.open("rb") as file:
+            line = file.readline(MAX_LINE_BYTES)
+    except ProducerError as error:
+        return fail("prompts", str(error), "add [prompts]")
+    except OSError as error:
+        return fail("prompts", f"{error.filename}: {error.strerror}", "ls -l; [prompts] path")
+    try:
+        whole = isinstance(json.loads(line), dict)
+    except ValueError:
+        whole = False
+    if not whole:
+        return fail("prompts", f"{path}: line 1 is no JSON object", "draftfeed prepare --help")
+    return ok("prompts", f"{path}, {readable_bytes(path.stat().st_size)}")
+
+
+def _engine(config: ProducerFile) -> Iterator[Finding]:
+    engine = config.engine
+    if isinstance(engine, SGLangConfig):
+        cpu = engine.args.get("device") == "cpu"
+        yield _sglang(engine.python or sys.executable)
+        yield machine.gpus(0 if cpu else engine.tp_size, engine.replica * engine.tp_size)
+        yield machine.locked_memory(0 if cpu else engine.ring_bytes)
+        yield _memory(config, engine.ring_bytes)
+        if engine.tp_size > 1:
+            yield shared_memory()
+    elif isinstance(engine, TransformersConfig):
+        number = engine.device.partition(":")[2]
+        yield machine.gpus(engine.device.startswith("cuda"), int(number) if number else 0)
+        yield _memory(config, 0)
+
+
+def _sglang(python: str) -> Finding:
+    fix = f"{python} -m pip install 'draftfeed[sglang]'; docs/deploy-pro6000.md"
+    try:
+        done = subprocess.run(
+            [python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS
+        )
+        sglang, draftfeed, plugins = json.loads(done.stdout)
+    except OSError as error:
+        return fail("sglang", f"{python}: {(error.strerror or '').lower()}", "set [engine] python")
+    except (subprocess.SubprocessError, ValueError):
+        return fail("sglang", f"SGLang and draftfeed are not both installed for {python}", fix)
+    found = f"SGLang {sglang} with draftfeed {draftfeed}, {python}"
+    if PLUGIN not in plugins:
+        return fail("sglang", f"{found}: it does not know our plugin", fix)
+    if sglang not in KNOWN_VERSIONS:
+        known = ", ".join(KNOWN_VERSIONS)
+        check = "draftfeed producer -c producer.toml --check"
+        return warn("sglang", f"{found}; tested with {known}", check)
+    return ok("sglang", found)
+
+
+def _memory(config: ProducerFile, ring_bytes: int) -> Finding:
+    """The ring is taken at the start, the staging memory as samples are in the making."""
+    try:
+        available = available_bytes()
+    except EngineError as error:
+        return warn("memory", str(error), "mount -t proc proc /proc")
+    staging = config.capture.staging_bytes
+    found = (
+        f"{readable_bytes(available)} available; ring {readable_bytes(ring_bytes)}, "
+        f"staging up to {readable_bytes(staging)}"
+    )
+    if ring_bytes > available:
+        return fail("memory", found, "free -h; lower [engine] ring_bytes")
+    if ring_bytes + staging > available:
+        return warn("memory", found, "free -h; lower [capture] staging_bytes")
+    return ok("memory", found)
+
+
+def shared_memory() -> Finding:
+    size = capacity_of(Path("/dev/shm"))
+    if size is None:
+        return fail("/dev/shm", "is not there", "mount -t tmpfs tmpfs /dev/shm")
+    found = readable_bytes(size)
+    if size < SHM_BYTES:
+        fix = "docker run --shm-size=8g; mount -o remount,size=8g /dev/shm"
+        return warn("/dev/shm", f"{found}: too little for several GPUs in some versions", fix)
+    return ok("/dev/shm", found)
+
+
+def _spool(
+    config: ProducerFile, row_bytes: int | None, tokens_per_second: float
+) -> Iterator[Finding]:
+    spool = config.spool
+    directory = spool.dir.expanduser()
+    have = bytes_in(directory)
+    yield disk("spool disk", directory, spool.quota_bytes, spool.min_free_bytes, have_bytes=have)
+    if row_bytes is not None:
+        planned = row_bytes * tokens_per_second / RATIO
+        yield write_speed("spool speed", directory, planned)
+
+
+def _ports(server: ServerConfig, status: StatusConfig) -> Iterator[Finding]:
+    address = parsed(server.bind)
+    if address is not None:
+        yield can_listen("port", address, "[server] bind")
+    yield status_port(status)
+
+
+def status_port(status: StatusConfig) -> Finding:
+    if not status.enabled:
+        return ok("status port", "[status] is off")
+    if status.bind is None:
+        return ok("status port", f"the first free one of 127.0.0.1 from {FIRST_PORT} on")
+    host, _, port = status.bind.rpartition(":")
+    return can_listen("status port", Address(host.strip("[]"), int(port)), "[status] bind")
+
+
+def _keys(server: ServerConfig) -> Iterator[Finding]:
+    if server.key is None:
+        if server.insecure:
+            yield warn(
+                "keys",
+                f"{server.bind} is open to other machines, without keys",
+                "draftfeed keygen keys/producers; docs/security.md",
+            )
+        else:
+            yield ok("keys", "none, and only this machine can connect")
+        return
+    try:
+        read_secret(server.key.expanduser())
+        yield ok("keys", f"{server.key} is readable by its owner alone")
+    except KeyFileError as error:
+        yield fail("keys", str(error), f"chmod 600 {server.key}; draftfeed keygen")
+    yield _clients(server)
+
+
+def _clients(server: ServerConfig) -> Finding:
+    count = 0
+    try:
+        for path in map(Path.expanduser, server.clients):
+            files = sorted(path.glob(f"*{PUBLIC_SUFFIX}")) if path.is_dir() else [path]
+            for file in files:
+                read_public(file)
+                count += 1
+    except KeyFileError as error:
+        return fail("clients", str(error), "copy the consumer's public file there")
+    if not count:
+        return fail("clients", "no public key: nobody could attach", "cp train-a.pub there")
+    return ok("clients", f"{count} consumers are known")

@@ -1,0 +1,340 @@
+"""`draftfeed doctor`: each thing that can stand in the way is found, with the way to mend it."""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from draftfeed_deploy.cli import main
+from draftfeed_deploy.doctor_disk import TEST_BYTES, write_test
+from draftfeed_deploy.doctor_network import holder_of
+from draftfeed_deploy.keygen import write_pair
+from draftfeed_proto.codecs.packed import VARIABLE
+from tiny_models import make_qwen3
+
+PRODUCER = """
+[engine]
+name = "transformers"
+dtype = "float32"
+[target]
+path = "{model}"
+layer_ids = [1, 3]
+[prompts]
+path = "prompts.jsonl"
+[capture]
+staging_bytes = 1_000_000
+[spool]
+dir = "spool"
+quota_bytes = 1_000_000
+min_free_bytes = 0
+[server]
+bind = "tcp://127.0.0.1:*"
+"""
+CONSUMER = """
+[producer]
+addresses = ["tcp://127.0.0.1:{port}"]
+[buffer]
+capacity_bytes = 1_000_000
+[trainer]
+function = "stub_trainer:train"
+output_dir = "out"
+"""
+
+
+class Said(NamedTuple):
+    level: str
+    found: str
+    fix: str
+
+
+class Doctor(NamedTuple):
+    code: int
+    said: dict[str, Said]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen3(tmp_path_factory.mktemp("doctor") / "qwen3")
+
+
+@pytest.fixture
+def ask(
+    tmp_path: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Doctor]:
+    """Asks about a producer, a consumer or, with nothing, the machine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n')
+    (tmp_path / "producer.toml").write_text(PRODUCER.format(model=model))
+    (tmp_path / "consumer.toml").write_text(CONSUMER.format(port=free_port()))
+
+    def ask(service: str = "", *settings: str, options: tuple[str, ...] = ()) -> Doctor:
+        chosen = ["-c", f"{service}.toml"] if service else []
+        sets = [word for setting in settings for word in ("--set", setting)]
+        code = main(["doctor", "--json", *chosen, *sets, *options])
+        report = json.loads(capsys.readouterr().out)
+        assert report["ok"] == (code == 0)
+        findings = report["findings"]
+        assert all(one["fix"] for one in findings if one["level"] != "ok")
+        assert len({one["check"] for one in findings}) == len(findings)
+        said = {
+            one["check"]: Said(one["level"], one["found"], one.get("fix", "")) for one in findings
+        }
+        return Doctor(code, said)
+
+    return ask
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_machine_alone(ask: Callable[..., Doctor]) -> None:
+    doctor = ask()
+    assert {"python", "codec", "open files", "locked memory", "clock", "gpu"} <= set(doctor.said)
+    assert {"net.core.rmem_max", "net.core.wmem_max", "net.core.somaxconn"} <= set(doctor.said)
+    assert "target" not in doctor.said
+    assert doctor.said["python"].level == "ok"
+
+
+def test_healthy_producer_passes_and_nothing_is_changed(
+    ask: Callable[..., Doctor], tmp_path: Path
+) -> None:
+    (tmp_path / "spool").mkdir()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    doctor = ask("producer", options=("--tokens-per-second", "1"))
+    after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert doctor.code == 0, doctor.said
+    assert before == after
+    checks = ("target", "prompts", "memory", "spool disk", "spool speed", "port", "keys")
+    assert {check: doctor.said[check].level for check in checks} == dict.fromkeys(checks, "ok")
+    assert "written and forced to disk" in doctor.said["spool speed"].found
+
+
+def test_spool_that_is_not_there_yet_is_not_made(
+    ask: Callable[..., Doctor], tmp_path: Path
+) -> None:
+    doctor = ask("producer", "spool.dir=a/b/spool")
+    assert doctor.said["spool disk"].level == "ok"
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_line_says_how_bad_it_is_and_the_next_how_to_mend_it(
+    ask: Callable[..., Doctor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "-c", "producer.toml", "--set", "target.path=nowhere"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("FAIL  target: "))
+    assert "nowhere" in lines[at]
+    assert lines[at + 1].startswith("      [target] path")
+    assert lines[-1].endswith("1 FAIL")
+
+
+ELSEWHERE = ("server.bind='tcp://203.0.113.1:5550'", "server.insecure=true")
+
+
+@pytest.mark.parametrize(
+    ("settings", "check", "says"),
+    [
+        (("prompts.path=gone.jsonl",), "prompts", "No such file"),
+        (("prompts.path=producer.toml",), "prompts", "line 1 is no JSON object"),
+        (("spool.min_free_bytes=1_000_000_000_000_000",), "spool disk", "must stay free"),
+        (("engine.device=cuda:63",), "gpu", "visible"),
+        (ELSEWHERE, "port", "203.0.113.1:5550: not an address of this machine"),
+    ],
+)
+def test_what_a_producer_cannot_run_with(
+    ask: Callable[..., Doctor], settings: tuple[str, ...], check: str, says: str
+) -> None:
+    doctor = ask("producer", *settings)
+    assert doctor.code == 1
+    assert doctor.said[check].level == "FAIL"
+    assert says in doctor.said[check].found
+
+
+def test_disk_that_the_quota_outgrows_is_a_warning(ask: Callable[..., Doctor]) -> None:
+    doctor = ask("producer", "spool.quota_bytes=1_000_000_000_000_000")
+    assert doctor.said["spool disk"].level == "warn"
+
+
+def test_disk_slower_than_the_plan_is_said_with_both_rates(ask: Callable[..., Doctor]) -> None:
+    doctor = ask("producer", options=("--tokens-per-second", "1e12"))
+    assert doctor.said["spool speed"].level == "FAIL"
+    assert doctor.said["spool speed"].found.count("/s") == 2
+
+
+def test_write_test_is_bounded_and_leaves_nothing(tmp_path: Path) -> None:
+    written = write_test(tmp_path)
+    assert 0 < written.bytes <= TEST_BYTES
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_port_that_is_taken_names_who_has_it(ask: Callable[..., Doctor], listener: int) -> None:
+    doctor = ask("producer", f"server.bind='tcp://127.0.0.1:{listener}'")
+    assert doctor.said["port"].level in ("FAIL", "warn")  # warn: run as `draftfeed ... pytest`
+    assert f"(pid {os.getpid()})" in doctor.said["port"].found
+    doctor = ask("producer", f"status.bind='127.0.0.1:{listener}'")
+    assert f"(pid {os.getpid()})" in doctor.said["status port"].found
+
+
+def test_nobody_has_a_free_port() -> None:
+    assert holder_of(free_port()) == "a process of somebody else"
+
+
+def test_secret_that_others_may_read(ask: Callable[..., Doctor], tmp_path: Path) -> None:
+    secret, public = write_pair(tmp_path / "keys")
+    settings = (f"server.key='{secret}'", f"server.clients=['{public}']")
+    assert ask("producer", *settings).said["keys"].level == "ok"
+    secret.chmod(0o644)
+    doctor = ask("producer", *settings)
+    assert doctor.code == 1
+    assert doctor.said["keys"].level == "FAIL"
+    assert f"chmod 600 {secret}" in doctor.said["keys"].fix
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o644  # nothing is mended
+
+
+def test_open_stream_without_keys_is_a_warning(ask: Callable[..., Doctor]) -> None:
+    doctor = ask("producer", "server.bind='tcp://0.0.0.0:*'", "server.insecure=true")
+    assert doctor.said["keys"].level == "warn"
+
+
+def test_no_client_is_known(ask: Callable[..., Doctor], tmp_path: Path) -> None:
+    secret, _ = write_pair(tmp_path / "keys")
+    (tmp_path / "clients").mkdir()
+    doctor = ask("producer", f"server.key='{secret}'", "server.clients=['clients']")
+    assert doctor.said["clients"].level == "FAIL"
+
+
+def test_sglang_that_is_not_there_and_memory_that_is_not(
+    ask: Callable[..., Doctor], tmp_path: Path, model: Path
+) -> None:
+    text = PRODUCER.format(model=model).replace('name = "transformers"', 'name = "sglang"')
+    (tmp_path / "producer.toml").write_text(text)
+    on_cpu = ("engine.args.device=cpu", "engine.python=/nowhere/python")
+    doctor = ask("producer", *on_cpu, "engine.ring_bytes=1_000_000_000_000_000")
+    assert doctor.said["sglang"].level == "FAIL"
+    assert "/nowhere/python" in doctor.said["sglang"].found
+    assert doctor.said["memory"].level == "FAIL"
+    assert "ring_bytes" in doctor.said["memory"].fix
+    bare = shutil.which("python3", path="/usr/bin:/usr/local/bin") or sys.executable
+    doctor = ask("producer", "engine.args.device=cpu", f"engine.python='{bare}'")
+    assert "not both installed" in doctor.said["sglang"].found
+
+
+def test_sglang_with_the_plugin(ask: Callable[..., Doctor], tmp_path: Path, model: Path) -> None:
+    python = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("no SGLang here: make sglang")
+    text = PRODUCER.format(model=model).replace('name = "transformers"', 'name = "sglang"')
+    (tmp_path / "producer.toml").write_text(text)
+    said = ask("producer", "engine.args.device=cpu", f"engine.python='{python}'").said["sglang"]
+    assert said.level == "ok"
+    assert said.found.startswith("SGLang 0.5.23 with draftfeed ")
+
+
+def test_too_few_files_may_be_open(tmp_path: Path) -> None:
+    """A spool of many segments has each of them open."""
+    done = subprocess.run(
+        [sys.executable, "-m", "draftfeed_deploy.cli", "doctor"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "FAIL  open files: 256 open files at a time (ulimit -n), 1024 are needed" in done.stdout
+
+
+@pytest.mark.parametrize(("forced", "level"), [("numpy", "warn"), ("avx1024", "FAIL")])
+def test_codec_that_is_slow_or_unknown(forced: str, level: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "draftfeed_deploy.cli", "doctor"],
+        env={**os.environ, VARIABLE: forced},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if "codec: " in line)
+    assert lines[at].startswith(level)
+    assert lines[at + 1].strip() == f"unset {VARIABLE}"
+
+
+def test_producer_that_answers_and_one_that_does_not(
+    ask: Callable[..., Doctor], listener: int
+) -> None:
+    doctor = ask("consumer")
+    assert doctor.code == 0
+    assert doctor.said["producer"].level == "warn"
+    assert "connection refused" in doctor.said["producer"].found
+    doctor = ask("consumer", f"producer.addresses=['tcp://127.0.0.1:{listener}']")
+    assert doctor.said["producer"] == Said("ok", f"tcp://127.0.0.1:{listener} answers", "")
+    assert {"memory", "trainer", "checkpoints", "keys"} <= set(doctor.said)
+
+
+def test_name_that_means_something_only_inside_of_a_container(ask: Callable[..., Doctor]) -> None:
+    address = "producer.addresses=['tcp://producer-0.invalid:5550']"
+    doctor = ask("consumer", address, "producer.insecure=true")
+    assert doctor.code == 1
+    assert doctor.said["producer"].level == "FAIL"
+    assert "containers" in doctor.said["producer"].found
+    assert "getent hosts producer-0.invalid" in doctor.said["producer"].fix
+    assert doctor.said["keys"].level == "warn"
+
+
+@pytest.mark.parametrize(
+    ("setting", "check", "says"),
+    [
+        ("trainer.function=not_there:train", "trainer", "no module not_there"),
+        ("buffer.capacity_bytes=1_000_000_000_000_000", "memory", "buffer 1000.00 TB"),
+        ("trainer.target=nowhere", "target", "nowhere/config.json cannot be read"),
+    ],
+)
+def test_what_a_consumer_cannot_run_with(
+    ask: Callable[..., Doctor], setting: str, check: str, says: str
+) -> None:
+    doctor = ask("consumer", setting)
+    assert doctor.code == 1
+    assert doctor.said[check].level == "FAIL"
+    assert says in doctor.said[check].found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["-c", "gone.toml"], "cannot be read"),
+        (["-c", "empty.toml"], "has neither [engine]"),
+        (["--set", "a.b=1"], "needs -c"),
+        (["--tokens-per-second", "0"], "must be above 0"),
+        (["-c", "producer.toml", "--set", "spool.dri=x"], "did you mean 'dir'?"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    ask: Callable[..., Doctor],
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    Path("empty.toml").write_text("")
+    assert main(["doctor", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
