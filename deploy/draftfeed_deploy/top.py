@@ -18,12 +18,24 @@ DRAW_SECONDS = 1.0
 class Picture(Static):
     """As wide as the terminal."""
 
-    shown = Text()
+    def __init__(self, watch: Watch, draw_seconds: float) -> None:
+        super().__init__()
+        self._watch, self._draw_seconds = watch, draw_seconds
+        self.shown = Text()
 
-    def draw(self, watch: Watch) -> None:
-        lines = picture(watch.services(), self.app.size.width, time.time())
-        self.shown = Text("\n").join(lines)
-        self.update(self.shown)
+    def on_mount(self) -> None:
+        self.draw()
+        self.set_interval(self._draw_seconds, self.draw)
+
+    def on_resize(self) -> None:
+        self.draw()
+
+    def draw(self) -> None:
+        lines = picture(self._watch.services(), self.app.size.width, time.time())
+        text = Text("\n").join(lines)
+        if text != self.shown:  # updating asks for a new layout, and may resize this
+            self.shown = text
+            self.update(text)
 
 
 class Top(App[None]):
@@ -34,18 +46,8 @@ class Top(App[None]):
 
     def __init__(self, watch: Watch, draw_seconds: float = DRAW_SECONDS) -> None:
         super().__init__()
-        self._watch, self._draw_seconds = watch, draw_seconds
+        self.picture = Picture(watch, draw_seconds)
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
-            yield Picture()
-
-    def on_mount(self) -> None:
-        self._draw()
-        self.set_interval(self._draw_seconds, self._draw)
-
-    def on_resize(self) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
-        self.query_one(Picture).draw(self._watch)
+            yield self.picture

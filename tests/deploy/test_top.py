@@ -20,7 +20,7 @@ from draftfeed_deploy.cli import main
 from draftfeed_deploy.drift import Drift
 from draftfeed_deploy.errors import StatusBindError
 from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot
-from draftfeed_deploy.top import Picture, Top
+from draftfeed_deploy.top import Top
 from draftfeed_deploy.top_view import graph, picture
 from draftfeed_deploy.top_watch import Service, Watch, totals
 from shown import served, shown
@@ -46,7 +46,7 @@ class Screen:
 
     @property
     def text(self) -> str:
-        return self.top.query_one(Picture).shown.plain
+        return self.top.picture.shown.plain
 
     async def until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + SECONDS

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from draftfeed_deploy.top import Picture, Top
+from draftfeed_deploy.top import Top
 from draftfeed_deploy.top_watch import Watch
 from processes import Run
 from test_status_pages import free_port
@@ -52,7 +52,7 @@ def test_killed_producer_is_gone_and_back_with_its_consumer_waiting(run: Run) ->
                     await pilot.pause(0.05)
 
             def text() -> str:
-                return top.query_one(Picture).shown.plain
+                return top.picture.shown.plain
 
             name = f"127\\.0\\.0\\.1:{ports['producer']}"
             await until(
