@@ -83,6 +83,7 @@ class Arm:
             Start(args=arguments, known_versions=KNOWN_VERSIONS),
             slabs,
             by_slot=False,
+            final=False,
             put=self._put,
             hear=lambda _, message: self._told.put(message),
         )

@@ -111,6 +111,8 @@ class Client:
         self._at_work_changed = False
         self._failed = False
         self._turned_at = time.monotonic()
+        self._over = False
+        """The loop has ended, as it should or with a failure that is known."""
         self._finished = False
         """The producers have everything they need from us."""
         self.checkpoint_wanted = threading.Event()
@@ -201,7 +203,7 @@ class Client:
         return self._counts._replace(
             attached=bool(must) and self.granted.is_set() and all(p.attached for p in must),
             link_down_seconds=max((p.link_down_seconds for p in producers), default=0.0),
-            turn_seconds=time.monotonic() - self._turned_at,
+            turn_seconds=0.0 if self._over else time.monotonic() - self._turned_at,
             producers=producers,
         )
 
@@ -241,6 +243,7 @@ class Client:
             self._fail(ConsumerError(f"the client stopped: {error}"))
             raise
         finally:
+            self._over = True
             for line in self._lines.values():
                 line.drop("closed", time.monotonic())
             context.term()

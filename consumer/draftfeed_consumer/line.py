@@ -69,9 +69,10 @@ class Line:
 
     def attach(self, now: float) -> None:
         """The producer granted the stream."""
-        if not self.attached and self.was_attached:
-            self._down_seconds += now - self._down_since
+        down = now - self._down_since if not self.attached and self.was_attached else 0.0
+        # In this order: whoever reads meanwhile must not count the pause twice.
         self.attached = self.was_attached = True
+        self._down_seconds += down
         self._attempts = 0
         self._closing_reason = None
 

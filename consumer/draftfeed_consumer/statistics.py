@@ -31,5 +31,6 @@ class ClientStatistics(NamedTuple):
     link_down_seconds: float
     """Of the producer that was away longest."""
     turn_seconds: float = 0.0
-    """Since the client's loop last came round; more than a few say that it hangs."""
+    """Since the client's loop last came round; more than a few say that it hangs. 0 when it has
+    ended."""
     producers: tuple[ProducerStatistics, ...] = ()

@@ -18,7 +18,7 @@ from draftfeed_consumer.errors import ConsumerError, NoAssets, StreamClosed
 from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_consumer.ranks import Ranks
 from draftfeed_consumer.stream import HiddenStateStream, check_without
-from draftfeed_consumer.trainers import Train, TrainerRun
+from draftfeed_consumer.trainers import Train, TrainerRun, expectation
 from draftfeed_consumer.trainers import load as load_trainer
 from draftfeed_deploy import exits
 from draftfeed_deploy.conditions import ConsumerLook
@@ -85,6 +85,8 @@ def run_consumer(
             except StreamClosed:
                 _finish(STOPPED_BEFORE, claim)
                 return
+            expect = expectation(config.trainer, run, wanted.expect)
+            wanted = structs.replace(wanted, expect=expect)
             stream = _open_stream(stack, wanted, run_dir, attach, ranks)
             streams.append(stream)
             if stop.asked:

@@ -18,6 +18,8 @@ from draftfeed_proto.keys import KeyPair
 logger = logging.getLogger(__name__)
 
 PUBLIC_SUFFIX = ".pub"
+DOMAIN = "draftfeed"
+"""ZeroMQ asks its authenticator only for sockets that have one."""
 WARN_SECONDS = 10.0
 """Between two lines about strangers."""
 
@@ -39,10 +41,13 @@ class Access:
         self._warned_at = float("-inf")
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=self)
+        self._authenticator.configure_curve_callback(DOMAIN, self)
 
     def secure(self, socket: "zmq.Socket[bytes]") -> None:
         """Before it is bound."""
+        # Nobody gets in while nobody is there to ask: libzmq's default is the other way round.
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._own.secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._own.public)

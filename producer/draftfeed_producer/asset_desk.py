@@ -171,6 +171,14 @@ class AssetDesk:
             self._prepare()
         except InterruptedError:
             return
+        # Trainers would wait for an answer that never comes.
+        except Exception as error:
+            logger.exception("the target's files cannot be served")
+            self._close_files()
+            self._listing = m.Assets(
+                stream_id=self._stream_id, reason=f"they are unusable: {error}"
+            )
+            return
         while (job := self._jobs.get()) is not None:
             self._read.put(self._piece(*job))
             self._wake()

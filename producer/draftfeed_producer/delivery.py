@@ -226,7 +226,9 @@ class Delivery:
         code = "session" if before and before.incarnation == term.incarnation else "fenced"
         reason = f"term {term.term} was granted to another process of group {term.group!r}"
         refused = m.Refused(code=code, reason=reason, term=term.term)
-        stored = StoreTerm(term.term, term.group, term.incarnation, term.members)
+        stored = StoreTerm(
+            term.term, term.group, term.incarnation, term.members, fence.takeover and bool(before)
+        )
         return [stored, *self._suspect(suspects), *(Send(sender, refused) for sender in over)]
 
     def _suspect(self, counts: dict[SampleId, int]) -> list[Action]:

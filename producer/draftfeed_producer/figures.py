@@ -25,7 +25,7 @@ class DeliveryFigures(NamedTuple):
     """Since the last commit, or since the start."""
     commits: int = 0
     swaps: int = 0
-    """Terms granted after the first that this process saw."""
+    """Consumers that took the stream from another, with --takeover."""
     sent_bytes: tuple[tuple[str, int], ...] = ()
     """By member, frames handed to ZeroMQ."""
     credit_bytes: tuple[tuple[str, int], ...] = ()
@@ -33,14 +33,13 @@ class DeliveryFigures(NamedTuple):
 
 
 class Figures:
-    def __init__(self, samples: Iterable[SampleId], term: int, now: float) -> None:
+    def __init__(self, samples: Iterable[SampleId], now: float) -> None:
         """samples: that are not terminal. Times are monotonic seconds."""
         self._since = dict.fromkeys(samples, now)
         """When a sample was stored, oldest first. Those that are terminal by now leave it when
         they come to the front."""
         self._committed_at = now
         self._commits = self._swaps = 0
-        self._term = term
         self._sent: Counter[str] = Counter()
 
     def stored(self, id: SampleId, now: float) -> None:
@@ -51,9 +50,8 @@ class Figures:
         self._commits += 1
         self._committed_at = now
 
-    def granted(self, term: int) -> None:
-        self._swaps += self._term > 0
-        self._term = term
+    def granted(self, *, takeover: bool) -> None:
+        self._swaps += takeover
 
     def sent(self, member: str, count: int) -> None:
         if member not in self._sent and len(self._sent) >= MAX_MEMBERS:

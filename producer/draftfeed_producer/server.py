@@ -18,6 +18,7 @@ from typing import NamedTuple
 import zmq
 
 from draftfeed_producer.asset_desk import AssetDesk, Piece
+from draftfeed_producer.attempts import Attempts
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.figures import DeliveryFigures, Figures
 from draftfeed_producer.listener import LINGER_MS, Listener
@@ -52,6 +53,7 @@ PING_SECONDS = 1.0
 MAX_BACKLOG = 1000
 """Actions waiting for one member that has stopped reading; then its session ends."""
 MAX_NOTICES = 64
+TOO_MANY_ATTEMPTS = "there are too many attempts to attach; this one was not looked at"
 FIGURES_SECONDS = 0.2
 CHECKPOINT_FILL = 0.7
 """Of the quota. Two checkpoints may have to be made before anything is freed."""
@@ -92,6 +94,7 @@ class Server:
     ) -> None:
         """target: its directory, of which trainers get some files; no_target: why there is none."""
         self._listener, self._spool, self._delivery = listener, spool, delivery
+        self._attempts = Attempts(time.monotonic())
         self._assets = AssetDesk(delivery.descriptor.stream_id(), target, no_target)
         self._socket = listener.socket
         self._inbox: queue.SimpleQueue[Callable[[], list[Action]]] = queue.SimpleQueue()
@@ -113,7 +116,7 @@ class Server:
         self._closed = threading.Event()
         self._wire_bytes = self._asset_bytes = 0
         self._no_credit_seconds = 0.0
-        self._figures = Figures(delivery.stock, delivery.fencing.number, time.monotonic())
+        self._figures = Figures(delivery.stock, time.monotonic())
         self._figures_now = DeliveryFigures()
         self._figures_due = 0.0
         self._turned_at = time.monotonic()
@@ -264,7 +267,12 @@ class Server:
             if isinstance(message, m.ListAssets | m.FetchAsset):
                 self._asked(sender, message)
                 return
-            self._perform(self._delivery.received(sender, message, time.monotonic()))
+            now = time.monotonic()
+            if isinstance(message, m.Fence) and not self._attempts.allow(sender, now):
+                # Without its term: nobody is to answer with a higher one.
+                self._perform([Send(sender, m.Refused(code="held", reason=TOO_MANY_ATTEMPTS))])
+                return
+            self._perform(self._delivery.received(sender, message, now))
         except ProtoError as error:
             logger.warning("refused a message: %s", error)
             self._perform([Send(sender, m.Refused(code="malformed", reason=str(error)))])
@@ -415,6 +423,7 @@ class Server:
                 if not told:
                     logger.error("everything waits: the control log cannot be written (%s)", error)
                 told = True
+                self._turned_at = time.monotonic()  # it waits, and does not hang
                 self._closed.wait(STORE_RETRY_SECONDS)
         return False
 
@@ -427,8 +436,9 @@ class Server:
                 logger.warning("sample %s ends as %s: %s", action.id, action.state, action.reason)
                 self._spool.tombstone(action.id, action.state, action.reason)
             case StoreTerm():
-                self._spool.grant(Term(*action))
-                self._figures.granted(action.term)
+                term = Term(action.term, action.group, action.incarnation, action.members)
+                self._spool.grant(term)
+                self._figures.granted(takeover=action.takeover)
             case StoreSuspects():
                 self._spool.suspect(action.counts)
             case Void():

@@ -23,6 +23,8 @@ class StoreTerm(NamedTuple):
     group: str
     incarnation: str
     members: int
+    takeover: bool = False
+    """It was asked for with --takeover. Not stored."""
 
 
 class StoreCommit(NamedTuple):

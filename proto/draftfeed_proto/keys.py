@@ -74,9 +74,11 @@ def local(address: str) -> bool:
 
     A name counts as local only if it is "localhost": another one may mean anything tomorrow.
     """
+    if address.startswith(("ipc://", "inproc://")):
+        return True
     found = _HOST.match(address)
-    if found is None:
-        return not address.startswith("tcp://")
+    if found is None or ";" in address:  # "source;destination"
+        return False
     host = found["six"] or found["name"]
     if host == "localhost":
         return True

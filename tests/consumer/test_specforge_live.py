@@ -25,6 +25,7 @@ from draftfeed_consumer.trainers import TrainerRun, TrainResult, dflash
 from draftfeed_consumer.trainers.specforge import check, train
 from draftfeed_consumer.trainers.specforge_algorithms import dflash_tensors, has_supervised_pair
 from draftfeed_consumer.trainers.specforge_checkpoints import STATE_FILE, latest_checkpoint
+from draftfeed_consumer.trainers.target_weights import FrozenParts, frozen_parts
 from memory_stream import Item, MemoryStream, checkpoints, sample_id
 
 pytestmark = pytest.mark.timeout(300)
@@ -251,24 +252,71 @@ def test_a_stream_of_another_target_is_refused(tiny_target_dir: Path, tmp_path: 
         train(stream, tiny_target.run(tiny_target_dir, tmp_path))
 
 
+def frozen(target: Path) -> FrozenParts:
+    return frozen_parts(target, tiny_target.HIDDEN, tiny_target.VOCAB, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("said", "there", "tied"),
+    [
+        ({"tie_word_embeddings": True}, True, True),
+        ({"tie_word_embeddings": False}, True, False),
+        ({"tie_word_embeddings": None}, True, False),
+        ({"tie_word_embeddings": None}, False, True),
+        ({"tie_word_embeddings": None, "text_config": {"tie_word_embeddings": True}}, False, True),
+        ({"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}}, True, False),
+    ],
+)
+def test_head_is_the_embedding_where_the_target_says_so(
+    tiny_target_dir: Path, tmp_path: Path, said: dict[str, Any], there: bool, tied: bool
+) -> None:
+    """A multimodal config says it in the text model's part only; then a loader that looks at the
+    top trains on a head that is none."""
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, target)
+    config = {**json.loads((target / "config.json").read_text()), **said}
+    config = {key: value for key, value in config.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(config))
+    weights = load_file(target / "model.safetensors")
+    if not there:
+        weights.pop("lm_head.weight", None)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    parts = frozen(target)
+    assert torch.equal(parts.lm_head.weight, parts.embed_tokens.weight) == tied
+
+
+def test_head_that_is_missing_is_named(tiny_target_dir: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target_dir, target)
+    weights = load_file(target / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    config["tie_word_embeddings"] = False
+    (target / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TrainerError, match=r"there is no lm_head\.weight or"):
+        frozen(target)
+
+
 def test_the_embedding_of_a_multimodal_target_is_found(
     tiny_target_dir: Path, tmp_path: Path
 ) -> None:
-    """Qwen3.5 and 3.6 name it so. SpecForge's loader ends at it, after the stream was taken."""
+    """Qwen3.5 and 3.6 name it so. SpecForge's loader ends at it, after the stream was taken. What
+    belongs to the drafter that comes with such a target is not its embedding."""
     target = tmp_path / "target"
     shutil.copytree(tiny_target_dir, target)
     weights = load_file(target / "model.safetensors")
     renamed = {name.replace("model.", "model.language_model."): weights[name] for name in weights}
     renamed["model.visual.patch_embed.weight"] = torch.zeros(4, 4)
+    renamed["mtp.embed_tokens.weight"] = torch.zeros(4, 4)
     save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
-    frozen = dflash.frozen_parts(target, torch.float32)
-    plain = dflash.frozen_parts(tiny_target_dir, torch.float32)
-    assert torch.equal(frozen.embed_tokens.weight, plain.embed_tokens.weight)
-    assert torch.equal(frozen.lm_head.weight, plain.lm_head.weight)
+    found, plain = frozen(target), frozen(tiny_target_dir)
+    assert torch.equal(found.embed_tokens.weight, plain.embed_tokens.weight)
+    assert torch.equal(found.lm_head.weight, plain.lm_head.weight)
     del renamed["model.language_model.embed_tokens.weight"]
     save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(TrainerError, match="embedding and head cannot be loaded") as caught:
-        dflash.frozen_parts(target, torch.float32)
+    with pytest.raises(TrainerError, match=r"there is no model\.embed_tokens\.weight or") as caught:
+        frozen(target)
     assert "\n" not in str(caught.value)
 
 

@@ -196,7 +196,7 @@ class Producer:
     def _store(self, action: Store) -> None:
         match action:
             case StoreTerm():
-                self.control.apply(control.Term(*action))
+                self.control.apply(control.Term(*action[:4]))
             case StoreSuspects():
                 self.control.apply(control.Suspects(list(action.counts.items())))
             case StoreTombstone():

@@ -17,7 +17,8 @@ from draftfeed_consumer.assets import AssetsConfig, TargetDirectory
 from draftfeed_consumer.assets_fetch import Fetched, fetch_target
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.errors import AssetError, AssetsLost, NoAssets, StreamClosed
-from draftfeed_consumer.trainers.dflash import frozen_parts
+from draftfeed_consumer.trainers.dflash import read_architecture
+from draftfeed_consumer.trainers.target_weights import FrozenParts, frozen_parts
 from draftfeed_deploy.keygen import write_pair
 from draftfeed_proto import messages as m
 from draftfeed_proto.assets import TARGET_MANIFEST
@@ -67,6 +68,11 @@ def same_files(fetched: Fetched, target: Path) -> bool:
     return all(torch.equal(got[name], own[name]) for name in own)
 
 
+def frozen_of(directory: Path) -> FrozenParts:
+    shape, _ = read_architecture(directory)
+    return frozen_parts(directory, shape["hidden_size"], shape["vocab_size"], torch.bfloat16)
+
+
 def part_of(cache: Path) -> Path | None:
     return next(cache.glob("*/model.safetensors.part"), None)
 
@@ -88,13 +94,13 @@ def part_bytes(cache: Path) -> int:
 def test_fetched_directory_is_one_that_trainers_load(
     make: Callable[[Path], Path], model_type: str, tmp_path: Path, cache: Path
 ) -> None:
-    """By SpecForge's TargetEmbeddingsAndHead, and by transformers."""
+    """As our trainers do, and by transformers."""
     target = make(tmp_path / "target")
     with producing(tmp_path / "spool", target=target) as made:
         fetched = fetch(cache, made.address)
     directory = fetched.directory.path
     assert fetched.stream_id == DESCRIPTOR.stream_id()
-    frozen, own = (frozen_parts(path, torch.bfloat16) for path in (directory, target))
+    frozen, own = frozen_of(directory), frozen_of(target)
     assert torch.equal(frozen.embed_tokens.weight, own.embed_tokens.weight)
     assert torch.equal(frozen.lm_head.weight, own.lm_head.weight)
     assert frozen.embed_tokens.weight.any()

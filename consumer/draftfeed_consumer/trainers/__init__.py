@@ -17,7 +17,7 @@ import msgspec
 from draftfeed_consumer.assets import AssetsConfig, is_partial
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.policy import Policy
-from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.ids import SampleId
 
 Item = dict[str, Any]
@@ -134,6 +134,16 @@ def load(config: TrainerConfig) -> tuple[Train, TrainerRun]:
     if config.function is not None:
         return resolve(config.function), run
     return _shipped(config.kind, run), run
+
+
+def expectation(config: TrainerConfig, run: TrainerRun, expect: Expectation) -> Expectation:
+    """What a trainer of ours needs of a stream, with what the user expects; to be called with a
+    target that is there, before a stream is taken from another node. Raises TrainerError."""
+    if config.kind is None:
+        return expect
+    from draftfeed_consumer.trainers import specforge
+
+    return specforge.expectation(run, expect)
 
 
 def _check_writable(output_dir: Path) -> None:

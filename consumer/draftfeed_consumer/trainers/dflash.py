@@ -4,8 +4,6 @@ SpecForge's classes, built the same way for training and for evaluation. This mo
 `specforge` extra; `specforge.check` says so in one line before anything here is imported.
 """
 
-import contextlib
-import io
 import json
 import pickle
 import tempfile
@@ -15,17 +13,21 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-from safetensors import safe_open
 
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.trainers.specforge_checkpoints import STATE_FILE
+from draftfeed_consumer.trainers.target_weights import (
+    TargetWeights,
+    attention_on,
+    frozen_parts,
+    read_config,
+)
 
 with warnings.catch_warnings():
     # SpecForge misses flash_attn in a module that is not used here.
     warnings.simplefilter("ignore")
     from specforge.algorithms.common.dflash_family_model import OnlineDFlashModel
     from specforge.modeling.draft.dflash import DFlashDraftModel
-    from specforge.modeling.target.target_utils import TargetEmbeddingsAndHead
     from specforge.training.model_loading import load_draft_config_source
 
 Init = Literal["random", "target"]
@@ -88,22 +90,12 @@ def read_architecture(target: Path) -> tuple[dict[str, Any], int]:
 
     Raises TrainerError.
     """
-    config = _read_config(target)
+    config = read_config(target)
     config = config.get("text_config", config)
     try:
         return _architecture(config), config["num_hidden_layers"]
     except KeyError as error:
         raise TrainerError(f"target {target}: its config.json has no {error}") from None
-
-
-def _read_config(target: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((target / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise TrainerError(f"target {target}: its config.json cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise TrainerError(f"target {target}: its config.json is not a mapping")
-    return config
 
 
 def _architecture(config: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +125,7 @@ def pick_mask_token(target: Path) -> int:
 
     It stands for "not known yet" in a block, so it must be one that is never generated.
     """
-    config = _read_config(target)
+    config = read_config(target)
     used = {config.get(f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
     path = target / "tokenizer.json"
     added = json.loads(path.read_text()).get("added_tokens", []) if path.is_file() else []
@@ -144,12 +136,6 @@ def pick_mask_token(target: Path) -> int:
             f"options.mask_token_id is needed: the tokenizer in {target} has no spare special token"
         )
     return max(free)
-
-
-def attention_on(device: str) -> str:
-    """SpecForge's attention for a device. Its masks of blocks and their contexts are sparse, which
-    flex_attention makes use of, once it is compiled for a GPU."""
-    return "flex_attention" if device.startswith("cuda") else "sdpa"
 
 
 def build_drafter(config: DraftConfig, target: Path, attention: str = "sdpa") -> Any:
@@ -196,40 +182,14 @@ def _start_from_target(drafter: Any, config: DraftConfig, target: Path) -> None:
         weights.copy_into(block, f"layers.{first + position}")
 
 
-class TargetWeights:
-    """Single tensors out of a target's safetensors files."""
-
-    def __init__(self, target: Path) -> None:
-        self.config = _read_config(target)
-        self._file_of: dict[str, Path] = {}
-        for path in sorted(target.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                self._file_of.update(dict.fromkeys(file.keys(), path))
-
-    def only(self, ending: str) -> str | None:
-        """The name of the one tensor whose name ends so; None when there is none, or several."""
-        names = [name for name in self._file_of if f".{name}".endswith(f".{ending}")]
-        return names[0] if len(names) == 1 else None
-
-    def copy_into(self, module: torch.nn.Module, name: str) -> None:
-        """Every parameter of the module that `model.<name>` has in the same shape."""
-        for key, parameter in module.named_parameters():
-            path = self._file_of.get(f"model.{name}.{key}")
-            if path is None:
-                continue
-            with safe_open(path, framework="pt") as file:
-                tensor = file.get_tensor(f"model.{name}.{key}")
-            if tensor.shape == parameter.shape:
-                parameter.copy_(tensor.float())
-
-
 def build_training_model(
     config: DraftConfig, target: Path, device: str = "cpu"
 ) -> OnlineDFlashModel:
     """Drafter, target's embedding and head (frozen), and the DFlash loss over them."""
     attention = attention_on(device)
     drafter = build_drafter(config, target, attention)
-    frozen = frozen_parts(target, config.torch_dtype)
+    shape = config.architecture
+    frozen = frozen_parts(target, shape["hidden_size"], shape["vocab_size"], config.torch_dtype)
     return OnlineDFlashModel(
         draft_model=drafter.to(config.torch_dtype),
         target_lm_head=frozen.lm_head,
@@ -241,30 +201,6 @@ def build_training_model(
         loss_decay_gamma=config.gamma,
         objective_chunk_blocks=config.objective_chunk_blocks,
     ).to(device)
-
-
-def frozen_parts(target: Path, dtype: torch.dtype) -> Any:
-    """The target's `embed_tokens` and `lm_head`, by SpecForge's loader. Raises TrainerError.
-
-    By their names in this target: the loader knows those of a plain language model only, and the
-    embedding of a multimodal one, Qwen3.5 and 3.6 among them, has another.
-    """
-    weights = TargetWeights(target)
-    try:
-        # It tells on stdout what it loads.
-        with contextlib.redirect_stdout(io.StringIO()):
-            return TargetEmbeddingsAndHead.from_pretrained(
-                str(target),
-                embed_key=weights.only("embed_tokens.weight"),
-                lm_head_key=weights.only("lm_head.weight"),
-                device="cpu",
-                dtype=dtype,
-            )
-    except (ValueError, RuntimeError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise TrainerError(
-            f"target {target}: its embedding and head cannot be loaded: {reason}"
-        ) from error
 
 
 def load_weights(drafter: torch.nn.Module, checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from draftfeed_consumer.errors import TrainerError
-from draftfeed_consumer.trainers.dflash import attention_on, frozen_parts
+from draftfeed_consumer.trainers.target_weights import attention_on, frozen_parts
 from draftfeed_proto.descriptor import Descriptor
 
 LAYERS = 3
@@ -56,18 +56,24 @@ class Eagle3Config(msgspec.Struct, frozen=True, kw_only=True, tag="eagle3"):
 
 def check_stream(descriptor: Descriptor) -> None:
     """Raises TrainerError for a stream that EAGLE-3 cannot be trained on."""
-    if len(descriptor.layer_ids) != LAYERS:
-        third = descriptor.num_layers
-        raise TrainerError(
-            f'algorithm = "eagle3" reads {LAYERS} layers, and the stream has '
-            f"{list(descriptor.layer_ids)}; EAGLE-3 usually takes "
-            f"{[1, third // 2 - 1, third - 4]}: set layer_ids in producer.toml"
-        )
+    check_layers(descriptor.layer_ids, descriptor.num_layers)
     if descriptor.final != "postnorm":
         raise TrainerError(
             'algorithm = "eagle3" learns from the target\'s final state after its norm, and the '
             f'stream has final = {descriptor.final!r}; set final = "postnorm" in producer.toml'
         )
+
+
+def check_layers(layer_ids: tuple[int, ...], blocks: int) -> None:
+    """Raises TrainerError. blocks: of the target."""
+    if len(layer_ids) == LAYERS:
+        return
+    usual = [1, blocks // 2 - 1, blocks - 4]
+    hint = f"; EAGLE-3 usually takes {usual}" if usual == sorted(set(usual)) else ""
+    raise TrainerError(
+        f'algorithm = "eagle3" reads {LAYERS} layers, and these are {list(layer_ids)}{hint}: set '
+        "[target] layer_ids in producer.toml"
+    )
 
 
 def build_drafter(config: Eagle3Config, attention: str = "sdpa") -> Any:
@@ -90,7 +96,8 @@ def build_training_model(
 
     attention = attention_on(device)
     drafter = build_drafter(config, attention)
-    frozen = frozen_parts(target, config.torch_dtype)
+    shape = config.architecture
+    frozen = frozen_parts(target, shape["hidden_size"], shape["vocab_size"], config.torch_dtype)
     with torch.no_grad():
         drafter.embed_tokens.weight.copy_(frozen.embed_tokens.weight)
     drafter.freeze_embedding()

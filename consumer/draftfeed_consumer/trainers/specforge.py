@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from draftfeed_consumer.errors import TrainerError
 from draftfeed_consumer.trainers import SampleStream, TrainerRun, TrainResult
 from draftfeed_consumer.trainers.specforge_checkpoints import RUN_ID, latest_checkpoint
@@ -21,7 +23,7 @@ from draftfeed_consumer.trainers.specforge_process import (
     quiet,
     threads,
 )
-from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.descriptor import Descriptor, Expectation
 
 if TYPE_CHECKING:
     from draftfeed_consumer.trainers.dflash import DraftConfig
@@ -66,8 +68,46 @@ def check(run: TrainerRun) -> None:
         raise TrainerError(f"SpecForge is not installed; run: {INSTALL}") from None
     if found != VERSION:
         raise TrainerError(f"works with SpecForge {VERSION}, found {found}; run: {INSTALL}")
+    if options.algorithm == "eagle3" and importlib.util.find_spec("triton") is None:
+        raise TrainerError(
+            'algorithm = "eagle3" needs Triton, in which its loss is written, and which runs on '
+            "GPUs; run: pip install triton"
+        )
     if options.device == "cuda" and _device(SpecForgeOptions()) != "cuda":
         raise TrainerError('options.device is "cuda", and torch sees no GPU here')
+
+
+def expectation(run: TrainerRun, expect: Expectation) -> Expectation:
+    """What the stream must be for this run, beside what the user expects. The producers compare it
+    before they take the stream from another node; what can be wrong with the target is looked for
+    here, too. Raises TrainerError.
+    """
+    from draftfeed_consumer.trainers import dflash, eagle3, target_weights
+
+    options = parse_options(run.options)
+    architecture, blocks = dflash.read_architecture(run.target_dir)
+    hidden, vocabulary = architecture["hidden_size"], architecture["vocab_size"]
+    target_weights.check_frozen(run.target_dir, hidden, vocabulary)
+    needed: dict[str, Any] = {
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "num_layers": blocks,
+    }
+    if options.algorithm == "eagle3":
+        needed["final"] = "postnorm"
+        if expect.layer_ids is None:
+            raise TrainerError(
+                f'algorithm = "eagle3" reads {eagle3.LAYERS} layers: name them in [expect] '
+                "layer_ids, so that a stream of others is refused"
+            )
+        eagle3.check_layers(expect.layer_ids, blocks)
+    else:
+        draft_config(run, expect.layer_ids or (0,))  # chooses the mask token
+    for name, value in needed.items():
+        if getattr(expect, name) not in (None, value):
+            found = getattr(expect, name)
+            raise TrainerError(f"[expect] {name} is {found!r}, and this trainer needs {value!r}")
+    return msgspec.structs.replace(expect, **needed)
 
 
 def _device(options: SpecForgeOptions) -> str:
