@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import browser
+import promtool
 
 # Tests of one module that others import, each for its own engine.
 pytest.register_assert_rewrite("engine_suite", "sglang_suite")
@@ -25,6 +26,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.line(f"tests/sglang_engine left out: {missing}")
     if browser.CHROMIUM is None:
         terminalreporter.line(f"tests in a browser left out: {browser.MISSING}")
+    if not promtool.THERE:
+        terminalreporter.line(f"tests with Prometheus left out: {promtool.MISSING}")
     _print_measured(terminalreporter)
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-needs_prometheus = pytest.mark.skipif(
-    not (shutil.which("promtool") and shutil.which("prometheus")),
-    reason="no promtool here: apt-get install prometheus",
-)
+THERE = all(map(shutil.which, ("promtool", "prometheus")))
+MISSING = "no Prometheus, on Debian `apt-get install --no-install-recommends prometheus` brings it"
+needs_prometheus = pytest.mark.skipif(not THERE, reason=MISSING)
 
 
 def promtool(*arguments: str | Path, given: str = "") -> tuple[int, str]:

@@ -18,7 +18,7 @@ EPILOG = """\
 what it does:
   It looks at Python, the codec, the kernel's limits, the clock and the GPUs. With a configuration
   also at what that needs: target, prompt file, SGLang and its plugin, memory, the spool's disk
-  (96 MB are written there, timed, and gone), ports and who has them, producers' addresses, keys.
+  (100 MB are written there, timed, and gone), ports and who has them, producers' addresses, keys.
   It changes nothing, and leaves nothing behind.
 
 how to read it:

@@ -24,7 +24,7 @@ CHECKPOINT_BYTES = 4 << 30
 
 def consumer(config: ConsumerFile) -> Iterator[Finding]:
     for address in config.producer.addresses:
-        yield can_reach("producer", address)
+        yield can_reach(address)
     yield _keys(config)
     yield _buffer(config.buffer.capacity_bytes)
     yield from _trainer(config.trainer)

@@ -4,6 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,11 +96,12 @@ def _upwards(path: Path) -> Iterator[Path]:
 
 
 def bytes_in(directory: Path) -> int:
-    """Of its files; 0 when there is none."""
+    """Of its files; 0 when there is none. A running producer's come and go."""
     total = 0
-    if directory.is_dir():
+    with suppress(OSError):
         for path in directory.iterdir():
-            total += path.stat().st_size if path.is_file() else 0
+            with suppress(OSError):
+                total += path.stat().st_size
     return total
 
 

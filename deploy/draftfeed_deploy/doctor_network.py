@@ -16,7 +16,8 @@ SECONDS = 5.0
 """For a name to be resolved, and for a connection."""
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>\d+|\*)")
 _LISTEN = "0A"
-ANY = ("*", "0.0.0.0", "::")
+SHOWN_WORDS = 4
+"""Of a command line."""
 
 
 class Address(NamedTuple):
@@ -58,41 +59,42 @@ def _cannot_listen(check: str, address: Address, error: OSError, fix: str) -> Fi
     if error.errno == errno.EADDRINUSE:
         assert address.port is not None
         holder = holder_of(address.port)
-        if "draftfeed" in holder:
-            return warn(check, f"{where} is taken by {holder}", f"nothing, if that is it; or {fix}")
-        return fail(check, f"{where} is taken by {holder}", f"end that one, or change {fix}")
+        found = f"{where} is taken by {holder}"
+        if holder.ours:
+            return warn(check, found, f"nothing, if that is this very service; else change {fix}")
+        return fail(check, found, f"end that one, or change {fix}")
     if error.errno == errno.EADDRNOTAVAIL:
         return fail(check, f"{where}: not an address of this machine", f"ip addr; change {fix}")
     return fail(check, f"{where}: {(error.strerror or '').lower()}", f"change {fix}")
 
 
-def can_reach(check: str, address: str) -> Finding:
+def can_reach(address: str) -> Finding:
     """Whether a name means something from here, and somebody answers there."""
     there = parsed(address)
     if there is None or there.port is None:
-        return ok(check, f"{address} is not TCP: not tried")
+        return ok(address, "not TCP: not tried")
     resolved = _resolved(there.host, there.port)
     if not resolved:
         return fail(
-            check,
-            f"{address}: {there.host} cannot be resolved here; names of containers mean something "
-            "only inside of their network",
+            address,
+            f"{there.host} cannot be resolved here; names of containers mean something only inside "
+            "of their network",
             f"getent hosts {there.host}; use the address of the producer's machine",
         )
     family, target = resolved[0]
-    numbers = "" if target[0] == there.host else f" ({target[0]})"
+    numbers = "" if target[0] == there.host else f"{target[0]}: "
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.settimeout(SECONDS)
         try:
             probe.connect(target)
         except TimeoutError:
             fix = f"ping {target[0]}; a firewall, or an address from inside of a container"
-            return fail(check, f"{address}{numbers} does not answer in {SECONDS:g} s", fix)
+            return fail(address, f"{numbers}no answer in {SECONDS:g} s", fix)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             fix = "start the producer; on its machine: ss -ltn, and [server] bind"
-            return warn(check, f"{address}{numbers}: {reason}", fix)
-    return ok(check, f"{address}{numbers} answers")
+            return warn(address, f"{numbers}{reason}", fix)
+    return ok(address, f"{numbers}answers")
 
 
 Resolved = list[tuple[socket.AddressFamily, tuple[str, int]]]
@@ -118,13 +120,33 @@ def in_time(action: Callable[[], None]) -> None:
     thread.join(SECONDS)
 
 
-def holder_of(port: int) -> str:
-    """Who listens at a TCP port, as far as this user may know."""
+class Holder(NamedTuple):
+    """Of a port, as far as this user may know."""
+
+    command: tuple[str, ...] = ()
+    pid: int = 0
+
+    @property
+    def ours(self) -> bool:
+        """A service of draftfeed's."""
+        return any(
+            Path(word).name == "draftfeed" or word == "draftfeed_deploy.cli"
+            for word in self.command
+        )
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "a process of somebody else"
+        return f"{' '.join(self.command[:SHOWN_WORDS])} (pid {self.pid})"
+
+
+def holder_of(port: int) -> Holder:
+    """Who listens at a TCP port."""
     inodes = set(_listening(port))
     for process in Path("/proc").glob("[0-9]*"):
         if inodes & set(_sockets_of(process)):
-            return f"{_command(process)} (pid {process.name})"
-    return "a process of somebody else"
+            return Holder(_command(process), int(process.name))
+    return Holder()
 
 
 def _listening(port: int) -> Iterator[str]:
@@ -145,9 +167,9 @@ def _sockets_of(process: Path) -> Iterator[str]:
                     yield found[1]
 
 
-def _command(process: Path) -> str:
+def _command(process: Path) -> tuple[str, ...]:
     try:
         words = (process / "cmdline").read_bytes().split(b"\0")
     except OSError:
-        return "a process that has just ended"
-    return " ".join(word.decode(errors="replace") for word in words[:4] if word)
+        return ("a process that has just ended",)
+    return tuple(word.decode(errors="replace") for word in words if word)

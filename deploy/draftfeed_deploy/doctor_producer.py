@@ -25,8 +25,6 @@ from draftfeed_proto.errors import ProtoError
 PLUGIN = "draftfeed_producer.engines.sglang.plugin:load"
 SHM_BYTES = 1 << 30
 """NCCL's, between GPUs of one replica; 64 MiB in a container without --shm-size."""
-SPARE_FILES = 512
-"""Descriptors beside those of the spool's segments."""
 LAYERS = 5
 """Without layer_ids, of targets that have so many."""
 MAX_LINE_BYTES = 64 << 20
@@ -40,8 +38,7 @@ _ASK_SECONDS = 60.0
 
 def producer(config: ProducerFile, tokens_per_second: float) -> Iterator[Finding]:
     """tokens_per_second: rows that this producer is planned to capture."""
-    segments = -(-config.spool.quota_bytes // config.spool.segment_bytes)
-    yield machine.files(SPARE_FILES + segments)
+    yield machine.files(-(-config.spool.quota_bytes // config.spool.segment_bytes))
     row_bytes = None
     if isinstance(config.engine, SyntheticConfig):
         row_bytes = _synthetic_row_bytes(config.engine)
