@@ -27,7 +27,7 @@ help:
 	@echo "make test    the whole test suite; what needs SGLang only where .venv-sglang is"
 	@echo "make test-sglang  the tests of the SGLang engine; builds .venv-sglang, 2.4 GB, with 'make sglang'"
 	@echo "make model   the delivery model, searched deeper than in the suite; hours"
-	@echo "make fuzz    hostile input for the codec's C, in clang's sanitizers; make fuzz SECONDS=3600"
+	@echo "make fuzz    hostile input for the codec's C, and hostile peers; make fuzz SECONDS=3600"
 	@echo "make check   ruff, format, mypy, pyright, import-linter"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make clean   remove what runs and builds left; distclean removes .venv and .venv-sglang too"
@@ -93,6 +93,7 @@ model: venv
 # What it finds new it keeps in runs/fuzz/corpus, where the next run begins.
 fuzz: venv
 	@PYTHONPATH=tests/proto $(PY) -m fuzz.packed_fuzz --seconds $(or $(SECONDS),60)
+	@PYTHONPATH=tests:tests/producer:tests/consumer:tests/system $(PY) -m peer_fuzz --seconds $(or $(SECONDS),60)
 
 check: venv
 	$(PY) -m ruff check .

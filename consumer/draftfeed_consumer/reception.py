@@ -8,6 +8,7 @@ from draftfeed_consumer.ledger import Ledger
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import ChunkError, LimitExceeded, MalformedChunk, MalformedMessage
 from draftfeed_proto.ids import SampleId
+from draftfeed_proto.limits import MAX_ARRAY_ITEMS
 from draftfeed_proto.sample import Assembler, Sample
 from draftfeed_proto.workers import Workers
 
@@ -18,6 +19,8 @@ CREDIT_WINDOW_BYTES = 32 << 20
 CREDIT_STEP_BYTES = CREDIT_WINDOW_BYTES // 4
 """Credit is renewed in steps, not with every chunk."""
 REASON_CHARS = 500
+MAX_OFFERS = MAX_ARRAY_ITEMS
+"""Not granted; our producers make 64 at a time."""
 
 
 class Room(Protocol):
@@ -117,6 +120,8 @@ class Reception:
             self._assembler = None
 
     def _offered(self, samples: list[tuple[SampleId, int]]) -> None:
+        if len(self.offers) + len(samples) > MAX_OFFERS:
+            raise MalformedMessage(f"more than {MAX_OFFERS} samples are offered at once")
         known = {*self._due, *(id for id, _ in self.offers)}
         for id, _ in samples:
             if id.partition not in self.granted.shards:

@@ -152,6 +152,9 @@ class Fencing:
         if known is not None and known.process != fence.process:
             words = f"member {fence.member!r} was started again alone, and what it had trained is "
             return self._refused("restarted", words + "lost; start the whole group again")
+        if known is None and len(self.members) >= term.members:
+            words = f"all {term.members} members of the group have come, and none is called "
+            return self._refused("restarted", f"{words}{fence.member!r}")
         return None
 
     def _holder(self, now: float) -> str:

@@ -22,3 +22,5 @@ MAX_ASSET_FILES = 64
 MAX_TERM_STEP = 1 << 32
 """How far above a producer's term a new one may be. Without it one message could use up all terms,
 and nobody could have the stream any more."""
+MAX_MEMBERS = 4096
+"""Ranks of a group: the state of each is kept for as long as its term lasts."""

@@ -11,7 +11,7 @@ import msgspec
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.errors import IncompatibleVersion
 from draftfeed_proto.ids import SampleId, Shards, WireRanges
-from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES, MAX_SAMPLE_BYTES
+from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES, MAX_MEMBERS, MAX_SAMPLE_BYTES
 from draftfeed_proto.sample import SampleHeader
 from draftfeed_proto.wire import Count, Name, pack, unpack
 
@@ -19,6 +19,7 @@ VERSION = (1, 0)
 
 SampleBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Members = Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]
 PieceBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_ASSET_PIECE_BYTES)]
 
 
@@ -57,7 +58,7 @@ class Fence(Message, frozen=True, kw_only=True, omit_defaults=False):
     """The training run."""
     member: Name
     """One rank of it."""
-    members: Positive = 1
+    members: Members = 1
     """How many the group has."""
     leader: bool = True
     """The member whose `Open` and `Commit` speak for the group; it begins terms."""
