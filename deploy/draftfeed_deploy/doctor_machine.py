@@ -140,7 +140,8 @@ def gpus(needed: int, first: int = 0) -> Finding:
         return _torch_gpus(first + needed)
     mine = names[first : first + needed]
     if len(mine) < needed:
-        found = f"{len(names)} visible, and GPUs {first} to {first + needed - 1} are taken"
+        wanted = ", ".join(map(str, range(first, first + needed)))
+        found = f"{len(names)} visible, and this configuration is for number {wanted}"
         return fail("gpu", found, "nvidia-smi -L; set [engine] tp_size and replica")
     return ok("gpu", ", ".join(mine))
 

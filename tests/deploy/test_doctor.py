@@ -260,6 +260,39 @@ def test_sglang_that_is_not_there_and_memory_that_is_not(
     assert "not both installed" in doctor.said["sglang"].found
 
 
+@pytest.mark.parametrize(
+    ("replica", "visible", "says"),
+    [
+        (0, None, ("ok", "GPU A, GPU B")),
+        (1, None, ("ok", "GPU C, GPU D")),
+        (1, "2,3", ("FAIL", "2 visible, and this configuration is for number 2, 3")),
+        (2, None, ("FAIL", "4 visible, and this configuration is for number 4, 5")),
+    ],
+)
+def test_replica_that_there_are_no_gpus_for(
+    ask: Callable[..., Doctor],
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replica: int,
+    visible: str | None,
+    says: tuple[str, str],
+) -> None:
+    """On a machine of four, by what nvidia-smi prints."""
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\nprintf 'GPU A\\nGPU B\\nGPU C\\nGPU D\\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    text = PRODUCER.format(model=model).replace('name = "transformers"', 'name = "sglang"')
+    (tmp_path / "producer.toml").write_text(text)
+    doctor = ask("producer", "engine.tp_size=2", f"engine.replica={replica}")
+    assert doctor.said["gpu"][:2] == says
+
+
 def test_sglang_with_the_plugin(ask: Callable[..., Doctor], tmp_path: Path, model: Path) -> None:
     python = Path(__file__).parents[2] / ".venv-sglang" / "bin" / "python"
     if not python.exists():

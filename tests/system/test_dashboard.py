@@ -202,6 +202,7 @@ def test_every_panel_has_data_in_the_demo(tmp_path: Path, demo: Demo) -> None:
 
     try:
         eventually(all_have_data, "data in every panel", 300)
+        assert not prometheus.has_data('ALERTS{alertstate="firing"}'), "an alert in a healthy run"
     finally:
         prometheus.end()
 
