@@ -87,18 +87,18 @@ def test_samples_are_shared_out_among_the_ranks_and_none_is_offered_twice() -> N
 # leases
 
 
-def test_leases_of_a_lost_member_stay_with_it_however_long_it_is_away(
-    delivery: Delivery, member: Member
-) -> None:
+def test_leases_of_a_lost_member_stay_with_it_however_long_it_is_away() -> None:
     """It may be compiling, and have trained them."""
-    member.take(0, 1)
-    actions = member.lose(now=1.0)
-    assert offered(actions) == []
+    delivery = producer(4)
+    member, other = (Member(delivery, name, rank, 2) for rank, name in enumerate((ALICE, BOB)))
+    member.attach()
+    other.attach()
+    member.take(0, 2)
+    assert offered(member.lose(now=1.0)) == []
     delivery.ping(ALICE)
-    other = Member(delivery, BOB, rank=1)
     other.attach(now=1e6)
     assert other.grant(0, 1, 2, 3) is not None
-    assert other.receive() == [2, 3]
+    assert other.receive() == [1, 3]
 
 
 def test_what_was_only_offered_to_a_lost_member_goes_to_another() -> None:

@@ -191,6 +191,7 @@ def test_instances_are_independent(hosts: Hosts) -> None:
     shards = "".join(f"SHARDS_{i}=--set spool.shards={i}-{i}\n" for i in range(3))
     before = hosts.inf.run("cat", "/etc/draftfeed/producer.env").stdout
     units = [f"draftfeed-producer@{i}" for i in range(3)]
+    hosts.drop_in("inf", "draftfeed-producer@.service", "[Service]\nRestartSec=100ms\n")
     addresses = json.dumps([f"tcp://10.77.0.1:555{i}" for i in range(3)])
     text = consumer(5).replace('["tcp://10.77.0.1:5550"]', addresses)
     hosts.put("tr1", "/etc/draftfeed/consumer.toml", text)
