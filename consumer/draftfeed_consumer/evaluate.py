@@ -11,7 +11,8 @@ import torch
 from draftfeed_consumer.decoding import greedy, is_greedy, speculate
 from draftfeed_consumer.errors import DrafterError
 from draftfeed_consumer.trainers.dflash import DraftConfig, build_training_model, load_weights
-from draftfeed_consumer.trainers.specforge_algorithms import dflash_tensors, has_supervised_pair
+from draftfeed_consumer.trainers.exports import has_label
+from draftfeed_consumer.trainers.specforge_algorithms import dflash_tensors
 
 
 class Decoded(NamedTuple):
@@ -57,7 +58,7 @@ def heldout_loss(
     total = weight = 0.0
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for position, sample in enumerate(samples):
-            if not has_supervised_pair(sample):
+            if not has_label(sample):
                 continue
             torch.manual_seed(draft_config.seed + position)
             tensors = dflash_tensors(sample)

@@ -74,7 +74,7 @@ def local(address: str) -> bool:
 
     A name counts as local only if it is "localhost": another one may mean anything tomorrow.
     """
-    if address.startswith(("ipc://", "inproc://")):
+    if address.startswith(("ipc://", "inproc://")) or "://" not in address:  # which ZeroMQ refuses
         return True
     found = _HOST.match(address)
     if found is None or ";" in address:  # "source;destination"

@@ -14,8 +14,9 @@ import torch
 
 import smollm2_samples
 from draftfeed_consumer.trainers import TrainerRun, specforge_hooks
-from draftfeed_consumer.trainers.eagle3 import Eagle3Config, build_training_model
+from draftfeed_consumer.trainers.eagle3 import Eagle3Config
 from draftfeed_consumer.trainers.specforge import train
+from draftfeed_consumer.trainers.specforge_algorithms import Eagle3
 from memory_stream import Item, MemoryStream, sample_id
 
 LAYER_IDS = (1, 14, 26)
@@ -31,18 +32,32 @@ def stretch(items: list[Item], passes: range) -> list[Item]:
     ]
 
 
-def agreement(out: Path, target: Path, items: list[Item]) -> float:
-    """Share of rows whose label, by SpecForge's head over the final state, is the token that the
-    target said, which was greedy."""
+def misaligned(out: Path, target: Path, items: list[Item]) -> list[str]:
+    """What is not as it must be in the batches that SpecForge gets, which its own head shifts: the
+    label of row t is what the target said after token t+1, which was greedy, and the drafter is
+    given that token; the layers lie in their order.
+    """
     config = msgspec.json.decode((out / "drafter.json").read_bytes(), type=Eagle3Config)
-    _, head = build_training_model(config, target)
-    said = agreed = 0
+    algorithm = Eagle3(config)
+    _, head = algorithm.build(target, "cpu")
+    faults = []
     for item in items:
-        labels = head(item["final_states"].float()).argmax(-1)
-        of_response = item["loss_mask"][1:].bool()
-        said += int(of_response.sum())
-        agreed += int((labels == item["input_ids"][1:])[of_response].sum())
-    return agreed / said
+        tensors = algorithm.tensors(item)
+        given, final, mask = head.preprocess(
+            tensors["input_ids"], tensors["target"].float(), tensors["loss_mask"]
+        )
+        rows = mask[0, :, 0].nonzero()[:, 0]
+        tokens = item["input_ids"].long()
+        if not torch.equal(head(final)[0].argmax(-1)[rows], tokens[rows + 2]):
+            faults.append(f"{item['key']}: labels are not what the target said")
+        if not torch.equal(given[0, rows], tokens[rows + 1]):
+            faults.append(f"{item['key']}: tokens are not those before the labels")
+        layers = tensors["hidden_state"][0].unflatten(1, (len(LAYER_IDS), -1))
+        if not torch.equal(layers, item["hidden_states"]):
+            faults.append(f"{item['key']}: layers are not in their order")
+        if len(rows) != int(item["loss_mask"].sum()) - 2:
+            faults.append(f"{item['key']}: {len(rows)} labels")
+    return faults
 
 
 def main(target: str, output_dir: str, passes: str) -> None:
@@ -62,7 +77,7 @@ def main(target: str, output_dir: str, passes: str) -> None:
         "trained": [str(id) for stream in streams for id in stream.trained_ids],
         "losses": [step["loss"] for stream in streams for step in stream.metrics],
         "acc": [step["acc"] for stream in streams for step in stream.metrics],
-        "agreement": agreement(out, Path(target), items),
+        "misaligned": misaligned(out, Path(target), items),
         "config": json.loads((out / "config.json").read_text()),
     }
     sys.stdout.write(json.dumps(result) + "\n")

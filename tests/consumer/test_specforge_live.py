@@ -22,8 +22,9 @@ from draftfeed_consumer.errors import StreamClosed, StreamLost, TrainerError
 from draftfeed_consumer.evaluate import accepted_length, decode, load_target
 from draftfeed_consumer.policy import Policy
 from draftfeed_consumer.trainers import TrainerRun, TrainResult, dflash
+from draftfeed_consumer.trainers.exports import has_label
 from draftfeed_consumer.trainers.specforge import check, train
-from draftfeed_consumer.trainers.specforge_algorithms import dflash_tensors, has_supervised_pair
+from draftfeed_consumer.trainers.specforge_algorithms import dflash_tensors
 from draftfeed_consumer.trainers.specforge_checkpoints import STATE_FILE, latest_checkpoint
 from draftfeed_consumer.trainers.target_weights import FrozenParts, frozen_parts
 from memory_stream import Item, MemoryStream, checkpoints, sample_id
@@ -171,9 +172,9 @@ def test_the_last_id_which_has_no_row_is_cut_off() -> None:
 
 def test_a_mask_needs_two_adjacent_tokens_with_rows() -> None:
     item = tiny_target.item(0, rows=6, prompt_tokens=4)
-    assert has_supervised_pair(item)
+    assert has_label(item)
     item["loss_mask"][4] = 0
-    assert not has_supervised_pair(item)
+    assert not has_label(item)
 
 
 def test_a_lost_stream_is_an_error_and_not_an_end(tiny_target_dir: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from draftfeed_consumer.trainers.dflash import DraftConfig
 from draftfeed_consumer.trainers.dflash import build_training_model as build_dflash
 from draftfeed_consumer.trainers.eagle3 import Eagle3Config
 from draftfeed_consumer.trainers.eagle3 import build_training_model as build_eagle3
+from draftfeed_consumer.trainers.exports import has_label
 from draftfeed_consumer.trainers.specforge_options import AlgorithmName
 
 Tensors = dict[str, torch.Tensor]
@@ -68,7 +69,7 @@ class DFlash:
         return build_dflash(self.config, target, device), None
 
     def fault(self, item: Item) -> str:
-        if has_supervised_pair(item):
+        if has_label(item):
             return ""
         return "no two adjacent response tokens have rows, and DFlash needs one such pair"
 
@@ -166,9 +167,3 @@ def dflash_tensors(item: Item) -> Tensors:
         "loss_mask": item["loss_mask"][:rows].long()[None],
         "hidden_states": item["hidden_states"].flatten(1)[None].clone(),
     }
-
-
-def has_supervised_pair(item: Item) -> bool:
-    rows = item["hidden_states"].shape[0]
-    mask = item["loss_mask"][:rows].bool()
-    return bool((mask[:-1] & mask[1:]).any())
