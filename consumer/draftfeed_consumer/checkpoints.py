@@ -11,6 +11,7 @@ With several ranks all make the same calls. The first one writes, and chooses wh
 if each looked for itself, an older node might finish a save in between.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from draftfeed_consumer.trainers import SampleStream
+
+logger = logging.getLogger(__name__)
 
 STREAM_STATE = "draftfeed"
 
@@ -48,7 +51,9 @@ class Checkpoints:
         assert self._stream.descriptor
         path = _of_first_rank(max(self.paths(), default=None))
         if path is None:
+            logger.info("begins anew: there is no checkpoint in %s", self._directory)
             return None
+        logger.info("goes on from %s", path)
         parts: dict[str, Any] = torch.load(path, map_location="cpu")
         self._stream.load_state_dict(parts.pop(STREAM_STATE))
         return parts

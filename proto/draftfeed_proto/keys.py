@@ -34,7 +34,9 @@ class KeyPair(NamedTuple):
 
 
 def public_key(data: bytes) -> bytes:
-    """Of a public or a secret file. Raises BadKey."""
+    """Of a public file. Raises BadKey, also for a secret one: it should not be here."""
+    if b"secret-key" in data:
+        raise BadKey("it holds a secret, which stays where it was made: take the *.pub file")
     return _key(data, "public")
 
 

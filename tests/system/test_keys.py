@@ -322,6 +322,16 @@ def test_public_file_is_no_secret(keys: Keys) -> None:
         credentials.read(keys.directory / "known.pub", keys.directory / "producers.pub")
 
 
+def test_secret_file_is_no_public_one(keys: Keys) -> None:
+    """Who copies the wrong file has given the producers' secret to a training node."""
+    secret = keys.directory / "producers.secret"
+    with pytest.raises(KeyFileError, match="it holds a secret, which stays where it was made"):
+        credentials.read(keys.directory / "known.secret", secret)
+    (keys.clients / "wrong.pub").write_bytes(secret.read_bytes())
+    with pytest.raises(ServerKeyFileError, match=r"wrong\.pub: it holds a secret"):
+        Listener(keys.server())
+
+
 def test_keygen_writes_a_secret_that_is_one_and_replaces_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

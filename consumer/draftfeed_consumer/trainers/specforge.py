@@ -384,9 +384,15 @@ def _resume_from(options: SpecForgeOptions, output_dir: Path) -> Path | None:
     """To be called when the stream is granted: see `specforge_checkpoints`."""
     if options.resume_from is None:
         return None
-    if options.resume_from == "latest":
-        return latest_checkpoint(output_dir)
-    return Path(options.resume_from).expanduser()
+    if options.resume_from != "latest":
+        found: Path | None = Path(options.resume_from).expanduser()
+    else:
+        found = latest_checkpoint(output_dir)
+    if found is None:
+        logger.info("begins anew: there is no checkpoint in %s", output_dir)
+    else:
+        logger.info("goes on from %s", found)
+    return found
 
 
 def _load_stream_state(stream: SampleStream, checkpoint: Path) -> int:
