@@ -5,6 +5,7 @@ Read-only, without secrets. It listens on loopback unless it is told otherwise.
 """
 
 import importlib.metadata
+import ipaddress
 import logging
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec.structs import replace
@@ -86,6 +88,13 @@ class Pages(NamedTuple):
             case "/readyz":
                 return _probe(self.ready())
         return Answer(404, TEXT, b"there are /, /status.json, /metrics, /healthz and /readyz\n")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 TEXT, HTML, JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
@@ -226,7 +235,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         assert isinstance(self.server, _Server)
-        answer = self.server.answer(self.path)
+        if self._rebound():
+            answer = Answer(421, TEXT, b"no service of that name is here\n")
+        else:
+            answer = self.server.answer(self.path)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.kind)
         self.send_header("Content-Length", str(len(answer.body)))
@@ -237,6 +249,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(answer.body)
+
+    def _rebound(self) -> bool:
+        """Whether a page from elsewhere asks in the name of whoever looks at it: a name of its own
+        that leads to our loopback address."""
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or "localhost"
+        host_port: Any = self.server.server_address
+        return _is_loopback(str(host_port[0])) and host != "localhost" and not _is_loopback(host)
 
     def log_message(self, format: str, *args: object) -> None:
         logger.debug("%s: " + format, self.address_string(), *args)

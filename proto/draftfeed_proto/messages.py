@@ -4,7 +4,7 @@ Within a major version unknown fields are ignored and new fields have defaults, 
 may be upgraded first.
 """
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -328,13 +328,26 @@ def encode(message: Message) -> bytes:
 def decode_from_member(data: bytes | memoryview) -> FromMember:
     """Raises MalformedMessage or LimitExceeded."""
     message: FromMember = unpack(data, FromMember)
-    return message
+    return _shown(message)
 
 
 def decode_from_producer(data: bytes | memoryview) -> FromProducer:
     """Raises MalformedMessage or LimitExceeded."""
     message: FromProducer = unpack(data, FromProducer)
-    return message
+    return _shown(message)
+
+
+Told = TypeVar("Told", bound=msgspec.Struct)
+
+
+def _shown(message: Told) -> Told:
+    """Reasons end up in logs and on terminals: what is no character to be seen there, line ends
+    and escape sequences, becomes a question mark."""
+    reason: str = getattr(message, "reason", "")
+    if reason.isprintable():
+        return message
+    shown = "".join(one if one.isprintable() else "?" for one in reason)
+    return msgspec.structs.replace(message, reason=shown)
 
 
 def check_version(theirs: tuple[int, int]) -> None:

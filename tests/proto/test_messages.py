@@ -90,6 +90,9 @@ def structs(struct: inspect.StructType) -> st.SearchStrategy[Any]:
 @given(data=st.data())
 def test_every_type_comes_back(kind: type[m.Message], data: st.DataObject) -> None:
     message = msgspec.convert(data.draw(values(inspect.type_info(kind))), kind)
+    reason = getattr(message, "reason", "")
+    if not reason.isprintable():  # that is changed
+        return
     assert decode(m.encode(message)) == message
 
 
@@ -385,3 +388,14 @@ def test_an_array_at_its_limit_is_taken() -> None:
     ranges = [("0" * 16, 0, 0, list(range(MAX_ARRAY_ITEMS)))]
     message = m.Commit(term=1, session="s", number=1, trained=ranges)
     assert m.decode_from_member(m.encode(message)) == message
+
+
+@pytest.mark.parametrize("reason", ["two\nlines", "\x1b[2Jcleared", "\r\x07", "back\x08"])
+def test_what_a_peer_says_moves_nobodys_cursor(reason: str) -> None:
+    """Reasons are written to logs and terminals as they come."""
+    from_member = m.decode_from_member(m.encode(m.Bye(term=1, session="s", reason=reason)))
+    from_producer = m.decode_from_producer(m.encode(m.Refused(code="held", reason=reason)))
+    for told in (from_member, from_producer):
+        assert isinstance(told, m.Bye | m.Refused)
+        assert told.reason.isprintable()
+        assert len(told.reason) == len(reason)

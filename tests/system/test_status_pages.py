@@ -272,6 +272,23 @@ def test_nonsense_is_answered_with_an_error(request_bytes: bytes) -> None:
         assert answers(status.url)
 
 
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [("127.0.0.1:1", 200), ("localhost", 200), ("[::1]:80", 200), ("evil.example:9640", 421)],
+)
+def test_a_page_from_elsewhere_cannot_ask_under_a_name_of_its_own(host: str, code: int) -> None:
+    """DNS rebinding: a name that leads to loopback, in the browser of an operator."""
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status:
+        status.show(pages())
+        request = urllib.request.Request(f"{status.url}/status.json", headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                assert answer.status == code
+        except urllib.error.HTTPError as error:
+            assert error.code == code
+            error.close()
+
+
 def test_many_scrapes_at_once_are_all_whole() -> None:
     with Status(StatusConfig(bind="127.0.0.1:0")) as status, ThreadPoolExecutor(8) as pool:
         status.show(pages())
