@@ -70,6 +70,25 @@ def test_stop_drains_and_loses_nothing(hosts: Hosts) -> None:
     hosts.finished("tr1")
 
 
+def test_drain_that_waits_for_a_checkpoint_is_given_the_time(hosts: Hosts) -> None:
+    """It would be killed after TimeoutStopSec=, if it did not ask for more."""
+    hosts.fresh(2000, rate=1600)
+    text = (
+        consumer(5).replace("stub_trainer", "slow_trainer").replace("checkpoint_steps", "seconds")
+    )
+    hosts.put("tr1", "/etc/draftfeed/consumer.toml", text.replace("seconds = 5", "seconds = 7"))
+    hosts.drop_in("tr1", f"{CONSUMER}.service", "[Service]\nTimeoutStopSec=2\n")
+    hosts.inf.systemctl("start", PRODUCER)
+    hosts.start_consumer("tr1")
+    hosts.wait_trained("tr1", 20)
+    began = time.monotonic()
+    hosts.boxes["tr1"].systemctl("stop", CONSUMER)
+    assert time.monotonic() - began > 6
+    state = hosts.boxes["tr1"].show(CONSUMER, "Result", "ExecMainStatus")
+    assert state == {"Result": "success", "ExecMainStatus": "0"}
+    assert committed(hosts) == len(hosts.trained("tr1")) >= 20
+
+
 def test_crashes_are_answered_by_a_restart_and_the_stream_goes_on(hosts: Hosts) -> None:
     hosts.fresh(1000, rate=1600)
     for host, unit in (("inf", "draftfeed-producer@"), ("tr1", CONSUMER)):
