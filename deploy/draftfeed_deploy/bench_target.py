@@ -212,6 +212,7 @@ class Benchmark:
             points=tuple(point(*key, turns) for key, turns in sorted(self._turns.items())),
             dtype=machine.dtype,
             layer_ids=machine.descriptor.layer_ids,
+            hidden_size=machine.descriptor.hidden_size,
             prompts=len(self._pool),
             memory_of=machine.memory_of,
             in_turns=machine.in_turns,

@@ -11,9 +11,7 @@ from draftfeed_deploy.bench_target_result import (
     ratio,
 )
 from draftfeed_deploy.bench_target_sweep import FLAT, knee
-
-BUSY_CORES = 0.1
-"""Used by others; a machine that does nothing else uses less."""
+from draftfeed_deploy.plan_measured import BUSY_CORES
 
 
 def lines_of(result: Result) -> Iterator[str]:

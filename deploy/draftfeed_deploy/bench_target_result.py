@@ -39,11 +39,6 @@ class Result(TargetBenchmark, frozen=True, kw_only=True):
     other."""
     most: int
     """The largest batch that was to be tried."""
-    cut: str
-    """Why it ended before that; "" if it did not."""
-    cores: int
-    others_cores: float
-    """That other processes used meanwhile, on average."""
 
 
 class Ratio(Struct, frozen=True):

@@ -14,6 +14,8 @@ from draftfeed_deploy.plan_inputs import PLACES, REASONS, Inputs, Measured
 
 Table = dict[str, Any]
 SCENARIOS = Path(str(package_files("draftfeed_deploy").joinpath("scenarios")))
+OWN = ("claims", "title")
+"""What a file does not have from those that it extends."""
 MOST_EXTENDED = 8
 """Files that may extend each other; more are a circle."""
 
@@ -25,9 +27,12 @@ class Assumption(Struct, frozen=True):
     value: Any
     source: Literal["given", "measured", "default"]
     note: str = ""
+    """Of what is given: the file that gives it, where it is not the plan's own."""
 
 
 class Layer(NamedTuple):
+    name: str
+    """Of a file that is extended, or of the settings; "" of the plan's own file."""
     directory: Path
     """That paths in it start from."""
     table: Table
@@ -39,6 +44,8 @@ class Case(Struct, frozen=True):
     name: str
     inputs: Inputs
     assumptions: dict[str, Assumption]
+    doubts: tuple[str, ...] = ()
+    """Why the benchmark may not be one of this plan's target."""
 
 
 def names() -> list[str]:
@@ -56,18 +63,20 @@ def load(
     which outdoes a benchmark. Raises ConfigError."""
     path = _path(name)
     table, notes = _merged([*_layers(path), _settings(overrides)])
+    read = plan_measured.read(benchmark) if benchmark is not None else None
     stated = config.build(table, Inputs, str(path))  # faults are told before more is filled in
     notes |= _apply_measured(table, stated.measured, "[measured]")
-    if benchmark is not None:
-        capture = stated.layout.capture == "live"
-        found = plan_measured.measured(plan_measured.read(benchmark), capture, str(benchmark))
-        notes |= _apply_measured(table, found, str(benchmark))
+    if read is not None:
+        where, capture = str(benchmark), stated.layout.capture == "live"
+        plan_measured.check_target(read, stated, where)
+        notes |= _apply_measured(table, plan_measured.measured(read, capture, where), where)
     if running is not None:
         notes |= _apply_measured(table, running, "this run")
     tables = {name: part for name, part in table.items() if isinstance(part, dict)}
     given = {f"{name}.{key}" for name, part in tables.items() for key in part}
     inputs = _complete(config.build(table, Inputs, str(path)), str(path))
-    return Case(path.stem, inputs, _assumptions(inputs, given, notes))
+    doubts = plan_measured.doubts(read, inputs, str(benchmark)) if read is not None else ()
+    return Case(path.stem, inputs, _assumptions(inputs, given, notes), tuple(doubts))
 
 
 def _path(name: str) -> Path:
@@ -80,16 +89,16 @@ def _path(name: str) -> Path:
 
 
 def _layers(path: Path) -> list[Layer]:
-    """The file after those that it extends. Claims are a file's own."""
-    chain = [Layer(path.parent, config.read(path))]
+    """The file after those that it extends. Claims and the title are a file's own."""
+    chain = [Layer("", path.parent, config.read(path))]
     while (base := chain[0].table.get("extends")) is not None:
         if len(chain) == MOST_EXTENDED:
             raise ConfigError(str(path), "extends files that extend each other")
         if not isinstance(base, str):
             raise ConfigError(str(path), "extends is not a name")
         inner = _path(base if base in names() else str(chain[0].directory / base))
-        table = {key: part for key, part in config.read(inner).items() if key != "claims"}
-        chain.insert(0, Layer(inner.parent, table))
+        table = {key: part for key, part in config.read(inner).items() if key not in OWN}
+        chain.insert(0, Layer(inner.stem, inner.parent, table))
     return chain
 
 
@@ -97,11 +106,12 @@ def _settings(overrides: Iterable[str]) -> Layer:
     table: Table = {}
     for text in overrides:
         config.override(table, text)
-    return Layer(Path(), table)
+    return Layer("--set", Path(), table)
 
 
 def _merged(layers: Iterable[Layer]) -> tuple[Table, dict[str, str]]:
-    """One table; and which of its keys were read from a model's config.json.
+    """One table; and which of its keys were read from a model's config.json, or come from another
+    file than the plan's own.
 
     A config outdoes what an earlier layer says, and is outdone by what its own says.
     """
@@ -110,8 +120,8 @@ def _merged(layers: Iterable[Layer]) -> tuple[Table, dict[str, str]]:
     for layer in layers:
         read = _read_config(layer)
         stated = {key: part for key, part in layer.table.items() if isinstance(part, dict)}
-        for key in stated.get("target", {}):
-            notes.pop(f"target.{key}", None)
+        for key, part in stated.items():
+            notes |= dict.fromkeys((f"{key}.{inner}" for inner in part), layer.name)
         notes |= dict.fromkeys((f"target.{key}" for key in read), "config.json")
         for key, part in layer.table.items():
             under = table.get(key)

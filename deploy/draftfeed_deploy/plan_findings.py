@@ -1,6 +1,6 @@
 """What a plan has to say beside its figures: what cannot be, and what is easily overlooked."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from msgspec import Struct
@@ -18,15 +18,17 @@ class Finding(Struct, frozen=True):
     text: str
 
 
-def findings(inputs: Inputs, plan: Plan) -> list[Finding]:
-    """The worst first."""
+def findings(inputs: Inputs, plan: Plan, doubts: Iterable[str] = ()) -> list[Finding]:
+    """The worst first. doubts: about what was measured."""
     found = [
+        *(Finding("warning", text) for text in doubts),
         *_of_the_gpus(inputs, plan),
         *_of_memory(inputs, plan),
         *_of_prefill(inputs, plan),
         *_of_the_link(inputs, plan),
         *_of_training(inputs, plan),
         *_of_epochs(inputs),
+        *_of_prices(inputs),
     ]
     grades = ("impossible", "warning", "note")
     return sorted(found, key=lambda finding: grades.index(finding.grade))
@@ -154,4 +156,15 @@ def _of_epochs(inputs: Inputs) -> Iterator[Finding]:
             "warning",
             f"all {inputs.workload.epochs:g} epochs train on the same responses: those after the "
             f"first are {how}, not generated",
+        )
+
+
+def _of_prices(inputs: Inputs) -> Iterator[Finding]:
+    prices = inputs.prices
+    nodes = prices.generating_node_per_hour, prices.training_node_per_hour
+    if not any((*nodes, prices.storage_per_terabyte_month)):
+        yield Finding(
+            "note",
+            "no cost is shown: [prices] has none; set prices.generating_node_per_hour and "
+            "prices.training_node_per_hour",
         )

@@ -12,6 +12,8 @@ from draftfeed_deploy.plan_results import Result
 from draftfeed_deploy.plan_units import plain, show
 
 SENSITIVITIES_SHOWN = 10
+COLUMN_TITLE = 24
+"""Characters of a title that heads a column."""
 SHARED_ROWS = (
     "response_tokens",
     "prompt_tokens",
@@ -37,7 +39,7 @@ SHARED_ROWS = (
 
 def lines_of(outcome: Outcome) -> Iterator[str]:
     case, times = outcome.case, outcome.plan.times
-    yield f"{case.name}: {case.inputs.title}" if case.inputs.title else case.name
+    yield _heading(outcome)
     yield f"{show(times.elapsed, 'seconds')}; what decides: {times.bottleneck}"
     group = ""
     width = max(map(len, map(_head, outcome.results)))
@@ -65,7 +67,7 @@ def list_lines() -> Iterator[str]:
 
 def comparison_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Results in rows, plans in columns."""
-    rows = [["", *(outcome.case.name for outcome in outcomes)]]
+    rows = [["", *(_column(outcome) for outcome in outcomes)]]
     by_key = [{result.key: result for result in outcome.results} for outcome in outcomes]
     for key in SHARED_ROWS:
         shown = [found.get(key) for found in by_key]
@@ -77,8 +79,19 @@ def comparison_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     for outcome in outcomes:
         yield ""
-        yield outcome.case.name
+        yield _heading(outcome)
         yield from _finding_lines(outcome.findings)
+
+
+def _heading(outcome: Outcome) -> str:
+    case = outcome.case
+    return f"{case.name}: {case.inputs.title}" if case.inputs.title else case.name
+
+
+def _column(outcome: Outcome) -> str:
+    """The title, where it is as short as a name is."""
+    title = outcome.case.inputs.title
+    return title if title and len(title) <= COLUMN_TITLE else outcome.case.name
 
 
 def _head(result: Result) -> str:
@@ -93,8 +106,13 @@ def _result_lines(result: Result, assumptions: dict[str, Assumption], width: int
 
 
 def _words(one: Assumption) -> str:
-    source = f"{one.source}: {one.note}" if one.note else one.source
-    return f"{one.key} {plain(one.value)} ({source})"
+    return f"{one.key} {plain(one.value)} ({_source(one)})"
+
+
+def _source(one: Assumption) -> str:
+    if one.source == "given":
+        return one.note or one.source
+    return f"{one.source}: {one.note}" if one.note else one.source
 
 
 def _finding_lines(findings: Iterable[Finding]) -> Iterator[str]:
@@ -108,7 +126,8 @@ def _sensitivity_lines(outcome: Outcome) -> Iterator[str]:
     shown = outcome.sensitivities[:SENSITIVITIES_SHOWN]
     yield f"what changes {elapsed} most{'':24}20% less    20% more   source"
     for one in shown:
-        source = outcome.case.assumptions[one.key].source
+        assumption = outcome.case.assumptions[one.key]
+        source = _source(assumption) if assumption.source == "given" else assumption.source
         less, more = (show(value, "seconds") for value in (one.less_seconds, one.more_seconds))
         yield f"  {one.key:<38}  {less:>12}{more:>12}   {source}"
 

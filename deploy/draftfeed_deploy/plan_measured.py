@@ -1,5 +1,6 @@
 """What `draftfeed bench target` writes and `draftfeed plan --measured` reads."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,7 +9,12 @@ from msgspec import Meta, Struct
 
 from draftfeed_deploy.config import plain_words
 from draftfeed_deploy.errors import ConfigError
-from draftfeed_deploy.plan_inputs import Measured, Positive
+from draftfeed_deploy.plan_inputs import Inputs, Measured, NotNegative, Positive
+
+BUSY_CORES = 0.1
+"""Used by others; a machine that does nothing else uses less."""
+MOST_LENGTHS = 2.0
+"""Times that a benchmark's prompts may be longer or shorter than a plan's without a word."""
 
 
 class Point(Struct, frozen=True, kw_only=True):
@@ -41,6 +47,13 @@ class TargetBenchmark(Struct, frozen=True, kw_only=True):
     prompt_tokens: Positive
     """Mean of the prompts that it was measured with."""
     response_tokens: Positive
+    hidden_size: Positive | None = None
+    """The target's. None: not known, as in files by hand."""
+    cut: str = ""
+    """Why it ended before all that was to be tried; "" if it did not."""
+    cores: NotNegative = 0.0
+    others_cores: NotNegative = 0.0
+    """Of the cores, those that other processes used meanwhile, on average."""
     points: Annotated[tuple[Point, ...], Meta(min_length=1)]
 
 
@@ -73,3 +86,57 @@ def measured(benchmark: TargetBenchmark, capture: bool, where: str) -> Measured:
         output_includes_prefill=benchmark.output_includes_prefill,
         batch=best.batch,
     )
+
+
+def check_target(benchmark: TargetBenchmark, inputs: Inputs, where: str) -> None:
+    """Raises ConfigError for rates of a target of another width: they mean nothing here."""
+    planned = inputs.target.hidden_size
+    if benchmark.hidden_size and planned and benchmark.hidden_size != planned:
+        raise ConfigError(
+            where,
+            f"was measured with another target: {benchmark.target} has hidden size "
+            f"{benchmark.hidden_size:g}, and the plan's has {planned:g}",
+        )
+
+
+def doubts(benchmark: TargetBenchmark, inputs: Inputs, where: str) -> Iterator[str]:
+    """Why its rates may not be the plan's, one line each. inputs: with what was measured."""
+    planned = _target_name(inputs)
+    if planned and benchmark.target.rpartition("/")[2].casefold() != planned.casefold():
+        yield f"{where}: measured with target {benchmark.target}; the plan's is {planned}"
+    elif not planned and benchmark.hidden_size is None:
+        yield f"{where}: measured with target {benchmark.target}; the plan names none to compare"
+    gpu, device = inputs.hardware.gpu, benchmark.device
+    if not _same_device(gpu, device):
+        yield f"{where}: measured on {device!r}; the plan has {gpu!r}"
+    used, gpus = benchmark.gpus_per_replica, inputs.layout.gpus_per_replica
+    if used != gpus:
+        yield f"{where}: measured on {used:g} GPUs a replica; the plan has {gpus:g}"
+    tokens, mean = benchmark.prompt_tokens, inputs.workload.prompt_tokens
+    if not 1 / MOST_LENGTHS <= tokens / mean <= MOST_LENGTHS:
+        yield f"{where}: measured with prompts of {tokens:,.0f} tokens; the plan's have {mean:,.0f}"
+    if benchmark.cut:
+        yield f"{where}: it ended early: {benchmark.cut}"
+    if benchmark.others_cores > BUSY_CORES:
+        yield (
+            f"{where}: other processes used {benchmark.others_cores:.1f} of {benchmark.cores:g} "
+            "cores meanwhile: measure again when they do not"
+        )
+
+
+def _target_name(inputs: Inputs) -> str:
+    """That of the target's directory, or the hub's; "" where the plan names none."""
+    config = inputs.target.config
+    if config is None:
+        return ""
+    path = Path(config)
+    directory = path.parent if path.name == "config.json" else path
+    if directory.parent.name == "snapshots":  # models--org--name/snapshots/<commit>
+        return directory.parent.parent.name.rpartition("--")[2]
+    return directory.name
+
+
+def _same_device(planned: str, device: str) -> bool:
+    """Drivers say more than people do: "NVIDIA RTX PRO 6000 Blackwell Server Edition"."""
+    one, other = (set(name.casefold().replace("-", " ").split()) for name in (planned, device))
+    return one <= other or other <= one

@@ -40,7 +40,7 @@ def outcome(
         case=case,
         plan=planned,
         results=results(inputs, planned),
-        findings=findings(inputs, planned),
+        findings=findings(inputs, planned, case.doubts),
         sensitivities=sensitivities(inputs, case.assumptions),
         claims=judge(
             case,

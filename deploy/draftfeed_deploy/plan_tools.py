@@ -14,7 +14,8 @@ PLAN_EPILOG = """\
 what it does:
   It computes what a run takes from a small file: tokens, days, bandwidth, spool, buffers, storage,
   GPU memory, training time and cost. Every figure stands beside the assumptions that drive it and
-  where each comes from: given in the file, measured, or a default of ours. It runs nothing.
+  where each comes from: given in the file, in one that it extends, measured, or a default of
+  ours. It runs nothing.
   With --from it asks running producers twice, says when they will have generated their prompts,
   and puts what they measured into the plan, beside what was assumed.
 
@@ -29,10 +30,10 @@ examples:
   draftfeed plan --list
   draftfeed plan --scenario a-pro6000
   draftfeed plan --scenario b-split --scenario e-replay --scenario f-prefill-later
-  draftfeed plan --scenario my.toml --set layout.batch=32
-  draftfeed plan --scenario my.toml --measured target.json --json
+  draftfeed plan my.toml --set layout.batch=32
+  draftfeed plan my.toml --measured bench-target.json --json
   draftfeed plan --from http://node1:9640 --from http://node2:9640
-  draftfeed plan --scenario my.toml --from 127.0.0.1:9640 --for 60
+  draftfeed plan my.toml --from 127.0.0.1:9640 --for 60
 """
 MOST_SCENARIOS = 8
 MOST_RUNNING = 64
@@ -46,6 +47,13 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         description="What a run takes: days, bandwidth, memory, disk and cost, from a small file.",
         epilog=PLAN_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "scenarios",
+        nargs="*",
+        default=[],
+        metavar="NAME|FILE",
+        help="the same as --scenario",
     )
     parser.add_argument(
         "--scenario",
@@ -94,16 +102,14 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy import plan_outcome
     from draftfeed_deploy.plan_lines import comparison_lines, lines_of, list_lines
 
-    names = list(arguments.scenario)
+    names = _names(arguments)
     if arguments.list:
         say(list_lines())
         return exits.DONE
     if arguments.running:
         return _plan_running(arguments)
     if not names:
-        raise ConfigError(
-            "draftfeed plan", "needs --scenario NAME or FILE, or --from URL; --list shows names"
-        )
+        raise ConfigError("draftfeed plan", "needs NAME or FILE, or --from URL; --list shows names")
     if len(names) > MOST_SCENARIOS:
         raise ConfigError("--scenario", f"{MOST_SCENARIOS} fit side by side, not {len(names)}")
     outcomes = [plan_outcome.outcome(name, arguments.set, arguments.measured) for name in names]
@@ -120,9 +126,9 @@ def _plan_running(arguments: argparse.Namespace) -> int:
     from draftfeed_deploy import plan_live, plan_live_lines, plan_outcome
     from draftfeed_deploy.plan_lines import lines_of
 
-    names, urls = list(arguments.scenario), _urls(arguments)
+    names, urls = _names(arguments), _urls(arguments)
     if len(names) > 1:
-        raise ConfigError("--from", f"goes with one --scenario, not {len(names)}")
+        raise ConfigError("--from", f"goes with one scenario, not {len(names)}")
     assumed = [plan_outcome.outcome(name, arguments.set, arguments.measured) for name in names]
     running = plan_live.watch(urls, arguments.seconds)
     seen = plan_live.seen(running)
@@ -148,6 +154,10 @@ def _plan_running(arguments: argparse.Namespace) -> int:
     for one in planned if deviations else ():
         say(["", *lines_of(one)])
     return exits.DONE
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    return [*arguments.scenario, *arguments.scenarios]
 
 
 def _urls(arguments: argparse.Namespace) -> list[str]:

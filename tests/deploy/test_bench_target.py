@@ -42,6 +42,8 @@ dir = {spool}
 QUICK = ["--max-batch", "2", "--tokens", "8"]
 PLAN = """
 extends = "b-split"
+[target]
+hidden_size = 512
 [workload]
 prompts = 1000
 """
@@ -84,6 +86,8 @@ def test_what_it_writes_changes_a_plan(
     plan = ["plan", "--scenario", "mine.toml", "--measured", str(file), "--json"]
     assert main(plan) == 0
     (planned,) = json.loads(capsys.readouterr().out)
+    doubts = [one["text"] for one in planned["findings"] if one["text"].startswith(str(file))]
+    assert any("the plan has 'RTX PRO 6000'" in one for one in doubts)
     best = max(by_batch(result, True).values(), key=lambda p: p.output_tokens_per_second)
     rate = planned["assumptions"]["rates.output_tokens_per_second"]
     assert (rate["value"], rate["source"]) == (best.output_tokens_per_second, "measured")

@@ -59,6 +59,14 @@ BENCHMARK = {
     "points": POINTS,
 }
 
+FITTING = {
+    **BENCHMARK,
+    "device": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+    "hidden_size": 5120,
+    "prompt_tokens": 300,
+}
+"""Of what the shipped b-split plans."""
+
 
 def write(path: Path, text: str) -> str:
     path.write_text(text)
@@ -198,6 +206,94 @@ def test_a_benchmark_of_the_target_replaces_rates_and_batch(
     assert found["results"]["prefill_seconds"]["value"] == 0  # it is in the output rate
     prefill = 6100 if mode == "live" else 5000  # nothing was measured without capture
     assert assumed["rates.prefill_tokens_per_second"]["value"] == prefill
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"device": "cpu: AMD EPYC"}, "measured on 'cpu: AMD EPYC'; the plan has 'RTX PRO 6000'"),
+        ({"gpus_per_replica": 1}, "measured on 1 GPUs a replica; the plan has 2"),
+        ({"prompt_tokens": 59}, "measured with prompts of 59 tokens; the plan's have 328"),
+        ({"prompt_tokens": 3000}, "measured with prompts of 3,000 tokens; the plan's have 328"),
+        ({"hidden_size": None}, "measured with target qwen; the plan names none to compare"),
+        ({"cut": "time was up before batch 16"}, "it ended early: time was up before batch 16"),
+        ({"others_cores": 1.5, "cores": 2}, "other processes used 1.5 of 2 cores meanwhile"),
+        ({"format": "draftfeed-bench-target-1"}, ""),
+    ],
+)
+def test_a_benchmark_of_something_else_is_doubted_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+):
+    """It went into the plan without a word, and days hung on it."""
+    file = write(tmp_path / "target.json", json.dumps({**FITTING, **change}))
+    found = planned(capsys, "b-split", "--measured", file)
+    doubts = [one for one in found["findings"] if one["text"].startswith(file)]
+    assert [one["text"].partition(": ")[2].startswith(words) for one in doubts] == [True] * bool(
+        words
+    )
+    assert all(one["grade"] == "warning" for one in doubts)
+    assert main(["plan", "b-split", "--measured", file]) == 0
+    assert words in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("directory", "doubted"),
+    [
+        ("Qwen", False),
+        ("other", True),
+        ("models--org--qwen/snapshots/0123abc", False),
+        ("models--org--other/snapshots/0123abc", True),
+    ],
+)
+def test_the_name_of_a_benchmarks_target_is_that_of_the_plans_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str, doubted: bool
+):
+    (tmp_path / directory).mkdir(parents=True)
+    write(tmp_path / directory / "config.json", json.dumps(HYBRID))
+    mine = write(tmp_path / "mine.toml", f'{MINE}[target]\nconfig = "{directory}"\n')
+    file = write(tmp_path / "target.json", json.dumps({**FITTING, "target": "org/qwen"}))
+    found = planned(capsys, mine, "--measured", file)
+    named = [one["text"] for one in found["findings"] if "measured with target" in one["text"]]
+    assert bool(named) == doubted
+
+
+def test_a_benchmark_of_a_target_of_another_width_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    file = write(tmp_path / "target.json", json.dumps({**FITTING, "hidden_size": 576}))
+    line = fails(capsys, "b-split", "--measured", file)
+    assert "qwen has hidden size 576, and the plan's has 5120" in line
+
+
+def test_one_sees_which_values_are_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """All that came from a shipped scenario was "given", as one's own figures are."""
+    write(tmp_path / "mine.toml", MINE + "[layout]\nbatch = 8\n")
+    other = write(tmp_path / "other.toml", 'extends = "mine.toml"\n[workload]\nepochs = 1\n')
+    assert main(["plan", other, "--set", "layout.replicas=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "workload.epochs 1 (given)" in shown
+    assert "layout.batch 8 (mine)" in shown
+    assert "layout.replicas 2 (--set)" in shown
+    assert "workload.prompt_tokens 328 (a-pro6000)" in shown
+    assert shown.splitlines()[0] == "other"  # the title is that of another plan
+
+
+def test_a_short_title_heads_its_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    mine = write(tmp_path / "x1.toml", MINE)
+    assert main(["plan", "b-split", mine]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["b-split", "mine"]
+    assert "x1: mine" in lines
+    assert "b-split: B: eight RTX PRO 6000 generate, eight B200 train" in lines
+
+
+def test_a_plan_without_prices_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "b-split"]) == 0
+    assert "no cost is shown: [prices] has none" in capsys.readouterr().out
+    assert main(["plan", "b-split", "--set", "prices.training_node_per_hour=30"]) == 0
+    shown = capsys.readouterr().out
+    assert "no cost is shown" not in shown
+    assert "USD, in all" in shown
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_what_cannot_be_asked_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert "connection refused" in refusal(capsys, "--from", url)
     assert "is not the address of a service" in refusal(capsys, "--from", "ftp://host")
     assert "is not the address of a service" in refusal(capsys, "--from", "http://[1")
-    assert "goes with one --scenario" in refusal(
+    assert "goes with one scenario" in refusal(
         capsys, "--from", url, "--scenario", "b-split", "--scenario", "e-replay"
     )
     assert "must be from 1 to 3600 s" in refusal(capsys, "--from", url, "--for", "0")

@@ -40,7 +40,7 @@ def test_the_claims_that_are_shown_are_printed(capsys: pytest.CaptureFixture[str
 
 
 def test_the_files_can_be_read():
-    mine, measurements = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    mine, _, measurements = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     known = {field.name: field.type for field in msgspec.structs.fields(Inputs)}
     for name, part in tomllib.loads(mine).items():
         if isinstance(part, dict):
@@ -50,6 +50,28 @@ def test_the_files_can_be_read():
     (benchmark,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
     found = measured(msgspec.json.decode(benchmark, type=TargetBenchmark), True, "target.json")
     assert (found.batch, found.prefill_tokens_per_second) == (64, 5200)
+
+
+def test_every_key_is_on_the_page_with_its_default():
+    """They were to be read in the source."""
+    _, text, _ = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
+    page = tomllib.loads(text)
+    msgspec.convert(page, Inputs)
+    parts = {field.name: field.type for field in msgspec.structs.fields(Inputs)}
+    assert page.keys() == parts.keys() - {"claims"}
+    for name in page.keys() - {"title", "extends"}:
+        fields = {field.name: field for field in msgspec.structs.fields(parts[name])}
+        assert page[name].keys() == fields.keys()
+        for key, field in fields.items():
+            if field.default is not msgspec.NODEFAULT and field.default is not None:
+                assert page[name][key] == field.default, f"{name}.{key}"
+            comment = re.search(rf"^{key} = .*?(#.*)?$", _table(text, name), re.MULTILINE)
+            assert comment
+            assert field.required == ("# needed" in comment[0]) or key == "hidden_size"
+
+
+def _table(text: str, name: str) -> str:
+    return text.partition(f"[{name}]")[2].partition("\n[")[0]
 
 
 def test_every_unit_is_on_the_page():
