@@ -11,12 +11,15 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 
 from waiting import eventually
 
 TOOLS = ("unshare", "nsenter", "systemctl", "journalctl", "ip", "tc", "mount", "pivot_root")
+KINDS = ("--mount", "--cgroup", "--pid", "--ipc", "--uts")
+APART = ("unshare", *KINDS, "--fork", "--kill-child", "--propagation", "private")
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
 TARGET = "[Unit]\nRequires=basic.target\nAfter=basic.target\nAllowIsolate=yes\n"
 MASKED = """
@@ -72,6 +75,14 @@ exec env -i "PATH=$PATH" container=sdbox LANG=C.UTF-8 \
 """
 
 
+PROBE = """
+mount -t tmpfs tmpfs /mnt && mkdir /mnt/upper /mnt/work /mnt/root &&
+mount -t overlay overlay -o lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work /mnt/root &&
+mount -t sysfs -o ro sysfs /mnt/root/sys && mount -t cgroup2 cgroup2 /mnt/root/sys/fs/cgroup
+"""
+
+
+@lru_cache
 def missing() -> str:
     """Why no box can be had here; empty when it can."""
     if os.geteuid() != 0:
@@ -81,7 +92,11 @@ def missing() -> str:
         absent.append("systemd")
     if absent:
         return f"not installed: {', '.join(absent)}"
-    return "" if _cgroup_mount() else "there is no cgroup2 mount"
+    if not _cgroup_mount():
+        return "there is no cgroup2 mount"
+    done = subprocess.run([*APART, "bash", "-c", PROBE], capture_output=True, text=True)
+    words = " ".join(done.stderr.split())
+    return f"namespaces or overlays are not allowed here: {words}" if done.returncode else ""
 
 
 def _cgroup_mount() -> Path | None:
@@ -133,9 +148,7 @@ class Box:
 
     def _command(self) -> list[str]:
         inside = ["nsenter", f"--net=/run/netns/{self._netns}"] if self._netns else []
-        kinds = ["--mount", "--cgroup", "--pid", "--ipc", "--uts"]
-        apart = ["unshare", *kinds, "--fork", "--kill-child", "--propagation", "private"]
-        return [*inside, *apart, "bash", "-c", BOOT]
+        return [*inside, *APART, "bash", "-c", BOOT]
 
     def _environment(self) -> dict[str, str]:
         stage, base = self._directory / "stage", self._directory / "base"

@@ -1,10 +1,12 @@
 """Hosts with systemd on which draftfeed is installed the way `draftfeed install-units` does it."""
 
+import ctypes
 import json
 import os
 import sys
 import urllib.request
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from draftfeed_deploy.install_units import install, planned
@@ -13,6 +15,7 @@ from netns import ADDRESSES, Network
 from sdbox import Box
 from waiting import eventually
 
+CLONE_NEWNET = 0x40000000
 ROOT = Path(__file__).parents[2]
 COMMAND = """#!/opt/python/bin/python{version}
 import sys
@@ -224,25 +227,21 @@ def consumer(steps: int, output: str = OUTPUT) -> str:
     return CONSUMER.format(steps=steps, output=output)
 
 
-class inside:  # noqa: N801 - reads as a phrase
+@contextmanager
+def inside(netns: str) -> Iterator[None]:
     """This thread is in that network while it is entered."""
-
-    def __init__(self, netns: str) -> None:
-        self._netns = netns
-
-    def __enter__(self) -> None:
-        self._back = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        there = os.open(f"/run/netns/{self._netns}", os.O_RDONLY)
-        _setns(there)
+    back = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    there = os.open(f"/run/netns/{netns}", os.O_RDONLY)
+    try:
+        _set_network(there)
+        yield
+    finally:
+        _set_network(back)
         os.close(there)
-
-    def __exit__(self, *exception: object) -> None:
-        _setns(self._back)
-        os.close(self._back)
+        os.close(back)
 
 
-def _setns(descriptor: int) -> None:
-    import ctypes
-
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0x40000000):
+def _set_network(descriptor: int) -> None:
+    """setns(2), which Python has from 3.12 on."""
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "setns")
