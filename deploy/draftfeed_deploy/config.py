@@ -3,7 +3,7 @@
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,14 +14,28 @@ from draftfeed_deploy.errors import ConfigError
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 Table = dict[str, Any]
+_TABLES = {"engine": "producer", "trainer": "consumer"}
+"""A table that only that service's file has, and has to have."""
 
 
 def load(path: Path, kind: type[Config], overrides: Iterable[str] = ()) -> Config:
     """overrides: `table.key=value`, the value in TOML or a bare word. Raises ConfigError."""
     table = read(path)
+    _check_service(table, kind, path)
     for text in overrides:
         override(table, text)
     return build(table, kind, str(path))
+
+
+def _check_service(table: Table, kind: type[Config], path: Path) -> None:
+    """A file of the other service is full of unknown keys; what is wrong is none of them."""
+    wanted = [name for name in _TABLES if name in kind.__struct_fields__]
+    found = [name for name in _TABLES if name in table]
+    if len(wanted) == len(found) == 1 and wanted != found:
+        service, other = _TABLES[wanted[0]], _TABLES[found[0]]
+        raise ConfigError(
+            str(path), f"is a {other}'s file, with [{found[0]}]; a {service}'s is needed here"
+        )
 
 
 def build(table: Table, kind: type[Config], where: str) -> Config:
@@ -37,6 +51,8 @@ def build(table: Table, kind: type[Config], where: str) -> Config:
 def _path(kind: type, value: Any) -> Path:
     if kind is not Path or not isinstance(value, str):
         raise TypeError("expected a path, as a string")
+    if not value:
+        raise ValueError("expected a path, not an empty string")
     return Path(value).expanduser()
 
 
@@ -71,8 +87,10 @@ def _value(text: str) -> Any:
 
 
 def _faults(value: Any, kind: inspect.Type, path: tuple[str, ...]) -> Iterator[str]:
-    """Keys that no Struct declares and tags that no Struct carries, in words."""
+    """Keys that no Struct declares, tags that no Struct carries and words that are no choice."""
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    if isinstance(value, str):
+        yield from _no_choice(value, kinds, path)
     structs = [one for one in kinds if isinstance(one, inspect.StructType)]
     if not structs or not isinstance(value, dict):
         return
@@ -85,6 +103,14 @@ def _faults(value: Any, kind: inspect.Type, path: tuple[str, ...]) -> Iterator[s
         name = ".".join((*path, str(structs[0].tag_field)))
         near = f", not {tag!r}" if tag is not None else ""
         yield f"{name} must be one of {', '.join(map(repr, tagged))}{near}"
+
+
+def _no_choice(value: str, kinds: Sequence[inspect.Type], path: tuple[str, ...]) -> Iterator[str]:
+    choices = [
+        one for kind in kinds if isinstance(kind, inspect.LiteralType) for one in kind.values
+    ]
+    if choices and value not in choices and not any(isinstance(k, inspect.StrType) for k in kinds):
+        yield f"{'.'.join(path)} must be one of {', '.join(map(repr, choices))}, not {value!r}"
 
 
 def _unknown_keys(table: Table, struct: inspect.StructType, path: tuple[str, ...]) -> Iterator[str]:

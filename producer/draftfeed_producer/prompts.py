@@ -12,7 +12,7 @@ import os
 from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ _EXAMPLES = 10
 class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which prompts to run, and how they become tokens."""
 
-    path: str
+    path: Annotated[str, msgspec.Meta(min_length=1)]
     """JSONL file, one prompt a line."""
     skip_bad: bool = False
     """Count lines that cannot be used and go on, instead of refusing the file."""

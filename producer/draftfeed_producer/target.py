@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -31,7 +31,7 @@ _HEADER_LIMIT_BYTES = 100 << 20
 class TargetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The target model and the layers to tap."""
 
-    path: str
+    path: Annotated[str, msgspec.Meta(min_length=1)]
     """Hugging Face model directory: config, tokenizer, weights. Nothing is downloaded."""
     layer_ids: tuple[int, ...] | None = None
     """0-based ids: k is the output of decoder block k. None: five by the DFlash formula."""

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -82,6 +82,7 @@ def parse_options(options: dict[str, Any]) -> SpecForgeOptions:
         near = difflib.get_close_matches(key, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         raise TrainerError(f"unknown key 'options.{key}'; {hint}")
+    _check_choices(options)
     try:
         parsed = msgspec.convert(options, SpecForgeOptions)
     except msgspec.ValidationError as error:
@@ -93,3 +94,10 @@ def parse_options(options: dict[str, Any]) -> SpecForgeOptions:
                 f"options.{key} is for algorithm = {owner!r}, and algorithm is {parsed.algorithm!r}"
             )
     return parsed
+
+
+def _check_choices(options: dict[str, Any]) -> None:
+    for key, kind in get_type_hints(SpecForgeOptions).items():
+        if key in options and get_origin(kind) is Literal and options[key] not in get_args(kind):
+            choices = ", ".join(map(repr, get_args(kind)))
+            raise TrainerError(f"options.{key} must be one of {choices}, not {options[key]!r}")
