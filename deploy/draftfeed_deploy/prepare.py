@@ -3,7 +3,7 @@
 import contextlib
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,16 +104,23 @@ class Preparation:
         if row.value is None:
             self._leave_out(row.number, row.fault)
             return None
-        for column in row.value.keys() - set(KNOWN):
-            if len(self.report.columns_left_out) < FAULTS_KEPT:
-                counts = self.report.columns_left_out
-                counts[column] = counts.get(column, 0) + 1
+        columns = row.value.keys() - set(KNOWN)
         try:
-            return self._prepared(row.number, row.value)
+            prepared = self._prepared(row.number, row.value)
         except LineError as error:
             self._leave_out(row.number, str(error))
             self._judge_template(str(error))
             return None
+        if prepared is not None:
+            self._count_columns(columns)
+        return prepared
+
+    def _count_columns(self, columns: Iterable[str]) -> None:
+        """Of a row that is used: what another row had is left out with all of it."""
+        counts = self.report.columns_left_out
+        for column in columns:
+            if len(counts) < FAULTS_KEPT:
+                counts[column] = counts.get(column, 0) + 1
 
     def _prepared(self, number: int, value: dict[str, Any]) -> Prepared | None:
         table, cut = line_of(value), False

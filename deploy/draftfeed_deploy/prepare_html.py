@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from draftfeed_deploy.prepare_report import Distribution, Report
+from draftfeed_deploy.prepare_report import NO_THINKING, Distribution, Report
 from draftfeed_deploy.prepare_template import Probe
 from draftfeed_deploy.report_plots import BLUE, GREEN, figure_of, finish, svg_of
 
@@ -29,7 +29,7 @@ def render(report: Report) -> str:
         tiles="".join(_tiles(report)),
         errors="".join(f'<p class="bad">{escape(error)}</p>' for error in report.errors),
         plots="".join(_plots(report)),
-        probes="".join(map(_probe_row, report.probes)),
+        probes="".join(_probe_rows(report)),
         numbers="".join(_number_rows(report)),
         faults="".join(_fault_rows(report)),
     )
@@ -80,6 +80,13 @@ def _histogram(found: Distribution, colour: str) -> "Figure":
     axes.set_xscale("log")
     finish(axes, "rows", "tokens")
     return figure
+
+
+def _probe_rows(report: Report) -> Iterator[str]:
+    if report.without_thinking:
+        yield f'<tr><td colspan="3">{escape(NO_THINKING)}</td></tr>'
+        return
+    yield from map(_probe_row, report.probes)
 
 
 def _probe_row(probe: Probe) -> str:

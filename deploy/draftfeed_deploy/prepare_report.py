@@ -6,12 +6,16 @@ import numpy as np
 from msgspec import Struct
 
 from draftfeed_deploy.prepare_layers import Layers
-from draftfeed_deploy.prepare_template import Probe
+from draftfeed_deploy.prepare_template import Probe, makes_of_thinking
 
 FAULTS_KEPT = 1000
 """With their reasons; more are counted."""
 FAULTS_SHOWN = 10
 BINS = 32
+NO_THINKING = (
+    "this chat template has none: prompts end the same with it on and off, and what a response "
+    "has of it is left out"
+)
 
 
 class Fault(Struct, frozen=True):
@@ -53,7 +57,7 @@ class Report(Struct, kw_only=True):
     """In live mode the target answers anew."""
     with_tools: int = 0
     columns_left_out: dict[str, int] = {}
-    """Rows that have each."""
+    """Rows of those written that have each."""
     prompt_tokens: Distribution | None = None
     loss_mask_sums: Distribution | None = None
     """Of responses, in prefill mode."""
@@ -64,6 +68,13 @@ class Report(Struct, kw_only=True):
     probes: list[Probe] = []
     errors: list[str] = []
     """With any, nothing was written."""
+
+    @property
+    def without_thinking(self) -> bool:
+        """Whether the chat template makes nothing of thinking, and is right otherwise."""
+        if any(probe.fault for probe in self.probes if probe.thinking != "on"):
+            return False
+        return bool(self.probes) and not any(map(makes_of_thinking, self.probes))
 
     @property
     def passed(self) -> bool:
@@ -117,6 +128,9 @@ def lines_of(report: Report) -> Iterator[str]:
         yield f"  responses  {count:,} {reason}"
     if report.layers is not None:
         yield f"  layers     of the drafter: {report.layers}"
+    if report.without_thinking:
+        yield f"  thinking   {NO_THINKING}"
+        return
     for probe in report.probes:
         yield f"  thinking {probe.thinking + ':':10}{_probe_words(probe)}"
 

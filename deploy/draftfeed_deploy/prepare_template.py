@@ -36,6 +36,11 @@ class Probe(Struct, frozen=True):
     """Empty when that is the answer, thinking included where there is some, and nothing else."""
 
 
+def makes_of_thinking(probe: Probe) -> bool:
+    """Whether the template opens, ends, writes or keeps a thinking block in it."""
+    return probe.opens or probe.closes or BEGIN in probe.mask or THOUGHT in probe.mask
+
+
 def probe(tokenizer: Any, thinking: Thinking, vocab_size: int) -> Probe:
     """Raises LineError when the template refuses a plain question."""
     reader = LineReader(tokenizer, SWITCH[thinking], "live", vocab_size)

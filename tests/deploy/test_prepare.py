@@ -285,6 +285,42 @@ def test_what_each_switch_does_is_in_the_report(tmp_path: Path, targets: dict[st
     assert on["prompt_end"].endswith("assistant\n<think>\n")
 
 
+def test_a_template_without_thinking_is_no_cause_for_alarm(
+    tmp_path: Path, targets: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    """Below PASSED it said that the template drops, invents or rewrites something."""
+    source = write(tmp_path / "set.jsonl", {"messages": [user("Is 7 prime?")]})
+    run(source, targets["PLAIN"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "thinking" in line)
+    assert line.startswith("  thinking   this chat template has none")
+    page = (tmp_path / "prompts.jsonl.report.html").read_text()
+    assert "this chat template has none" in page
+    assert "drops, invents" not in page
+
+
+@pytest.mark.parametrize("template", ["QWEN3", "OPENING", "DROPPING", "CLOSED"])
+def test_what_a_template_with_thinking_does_is_still_told(
+    tmp_path: Path, targets: dict[str, Path], capsys: pytest.CaptureFixture[str], template: str
+):
+    source = write(tmp_path / "set.jsonl", {"messages": [user("Is 7 prime?")]})
+    run(source, targets[template])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "  thinking " in line]
+    assert [line.split()[1] for line in lines] == ["on:", "off:", "template:"]
+
+
+def test_columns_of_rows_that_are_left_out_are_not_listed(tmp_path: Path, targets: dict[str, Path]):
+    """They were, and somebody looked for what the prompt file lacks."""
+    good = {"messages": [user("Is 7 prime?")]}
+    source = write(
+        tmp_path / "set.jsonl",
+        {**good, "lang": "en"},
+        {**good, "again": 1},
+        {"messages": [{"role": "robot", "content": "x"}], "broken": 1},
+    )
+    _, report = run(source, targets["PLAIN"])
+    assert report["columns_left_out"] == {"lang": 1}
+
+
 def test_thinking_that_the_prompt_ends_is_an_error_when_it_was_asked_for(
     tmp_path: Path, targets: dict[str, Path]
 ):
