@@ -25,6 +25,8 @@ RATE_INTERVALS = 5
 DRIFT_INTERVALS = 30
 STALLED_SHARE = 0.05
 LOG_SHOWN = 4
+WRAPPED = 6
+"""Lines that one message may take."""
 DRIFTS_SHOWN, MEMBERS_SHOWN = 8, 64
 LONGEST = 1000
 """Characters of one text that are looked at, however much a service says."""
@@ -184,7 +186,7 @@ def _producer(
         f"{state.leased:,}",
     )
     if one.gone_since is not None:
-        yield _gone(one, width, now)
+        yield from _gone(one, width, now)
         return
     names = " ".join(state.members[:MEMBERS_SHOWN])
     members = f"members {names}" if state.members else "no members"
@@ -221,7 +223,7 @@ def _consumer(
         f"{state.held:,}",
     )
     if one.gone_since is not None:
-        yield _gone(one, width, now)
+        yield from _gone(one, width, now)
         return
     loss = "" if state.loss is None else f", loss {state.loss:.3f}"
     away = [f"{name} {link}" for name, link in state.producers.items() if link not in LINKED]
@@ -245,13 +247,13 @@ def _strangers(services: Sequence[Service], width: int, now: float) -> Iterator[
         if one.document is not None and one.gone_since is None:
             yield Text(_fit(f"{one.name}  {one.document.state}", width), DIM)
         else:
-            yield _gone(one, width, now)
+            yield from _gone(one, width, now)
 
 
-def _gone(one: Service, width: int, now: float) -> Text:
+def _gone(one: Service, width: int, now: float) -> list[Text]:
     ago = _seconds(max(0.0, now - (one.gone_since or now)))
     name = "  gone" if one.document is not None else f"{one.name}  gone"
-    return Text(_fit(f"{name} for {ago}: {one.why}", width), BAD)
+    return _wrapped(f"{name} for {ago}: {one.why}", width, BAD)
 
 
 def _style(one: Service) -> str:
@@ -289,7 +291,7 @@ def _drifts(services: Sequence[Service], width: int) -> Iterator[Text]:
         trained = {name: rate for _, name, rate in ranks}
         found += [f"{one.name} trains {one.share:.0%} of the others" for one in drifting(trained)]
     for words in found[:DRIFTS_SHOWN]:
-        yield Text(_fit(f"drift    {words}", width), WARNING)
+        yield from _wrapped(f"drift    {words}", width, WARNING)
 
 
 def _trainers(services: Sequence[Service]) -> Iterator[tuple[str, str, float]]:
@@ -324,11 +326,18 @@ def _log(services: Sequence[Service], width: int) -> Iterator[Text]:
     ]
     for seconds, level, words in sorted(lines, reverse=True)[:LOG_SHOWN]:
         clock = time.strftime("%H:%M:%S", time.localtime(seconds))
-        yield Text(_fit(f"{clock} {words}", width), WARNING if level == "warning" else BAD)
+        yield from _wrapped(f"{clock} {words}", width, WARNING if level == "warning" else BAD)
 
 
 def _wrapped(words: str, width: int, style: str) -> list[Text]:
-    lines = textwrap.wrap(_clean(words), width, subsequent_indent=" " * 9)
+    lines = textwrap.wrap(
+        _clean(words),
+        width,
+        subsequent_indent=" " * 9,
+        max_lines=WRAPPED,
+        placeholder=" ...",
+        break_on_hyphens=False,
+    )
     return [Text(_fit(line, width), style) for line in lines]
 
 

@@ -303,6 +303,22 @@ def test_stalls_drifts_and_warnings_are_told() -> None:
     assert "host0:9640: a disk is full" in text
 
 
+def test_the_cause_of_a_warning_is_not_cut_off() -> None:
+    """It stood behind column 80, and --once has nothing to scroll."""
+    cause = "Address already in use (tcp://127.0.0.1:57133), since another producer has it"
+    long = f"the producer at tcp://node-with-a-long-name:57133 cannot be reached: {cause}"
+    services = [
+        document(log=[LogLine(time_seconds=1.0, level="warning", words=long)]),
+        document(log=[LogLine(time_seconds=2.0, level="error", words="word " * 190)]),
+    ]
+    gone = Service("http://host3:9640", None, 1.0, long)
+    named = [Service(f"http://host{n}:9640", one) for n, one in enumerate(services)]
+    lines = [line.plain.rstrip() for line in picture([*named, gone], 80, time.time())]
+    assert max(map(len, lines)) <= 80
+    assert " ".join(" ".join(lines).split()).count(long) == 2
+    assert sum("word word" in line for line in lines) == 6  # a service cannot fill the screen
+
+
 def test_once_prints_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     with shown(made) as url:
         logging.getLogger("test").warning("something")
