@@ -38,7 +38,7 @@ GIVE_UP_SECONDS = 15.0
 EPILOG = f"""\
 examples:
   draftfeed demo                                 the whole line on this machine, no GPU needed
-  draftfeed plan --scenario b-split              what a run takes: days, bandwidth, memory, cost
+  draftfeed plan b-split                         what a run takes: days, bandwidth, memory, cost
   draftfeed producer -c producer.toml --check    before a long run: a few prompts, judged
   draftfeed producer -c producer.toml            generate, capture, spool, serve
   draftfeed consumer -c consumer.toml            receive and train
@@ -46,13 +46,15 @@ examples:
   draftfeed target fetch -c consumer.toml        the target's embedding and head, in advance
   draftfeed keygen keys/producers                keys, before others can reach the stream
   draftfeed install-units --dry-run              the same under systemd
-  draftfeed top                                  what running services do, on one screen
+  draftfeed top --once                           what running services do, as text; without --once
+                                                 on one screen that follows them
   draftfeed doctor -c producer.toml              what stands in the way, and how to mend it
   draftfeed drain -c consumer.toml               end a consumer with everything committed
   draftfeed audit -c producer.toml               where every prompt is
   draftfeed export --from runs/demo/spool --format specforge files
                                                  the samples as files for another trainer
   draftfeed evaluate checkpoints --target models/Qwen3-8B    what its drafter gets accepted
+  draftfeed bench target -c producer.toml        what the target puts out at each batch
   draftfeed bench codec --from runs/demo/spool   what the codecs make of your own states
 
 {exits.SUMMARY}"""
