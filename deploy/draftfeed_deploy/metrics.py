@@ -195,10 +195,15 @@ def _lengths(name: str, now: ProducerSnapshot) -> Metric:
     return HistogramMetricFamily(name, words, buckets=buckets, sum_value=now.response_tokens)
 
 
+def layer_names(stream: Descriptor | None) -> list[str]:
+    """Of the layers of a stream, in its order; none before it is known."""
+    if stream is None:
+        return []
+    return [*map(str, stream.layer_ids), *(["final"] if stream.final != "none" else [])]
+
+
 def _layers(p: str, now: ProducerSnapshot, stream: Descriptor | None) -> Iterator[Metric]:
-    names = [str(id) for id in stream.layer_ids] if stream is not None else []
-    if stream is not None and stream.final != "none":
-        names.append("final")
+    names = layer_names(stream)
     values = CounterMetricFamily(
         p + "values",
         "Values that are not what the target computed (saturated, inexact) or no numbers.",

@@ -13,7 +13,7 @@ from rich.console import Console
 from draftfeed_deploy.conditions import ProducerLook
 from draftfeed_deploy.foreground import on_hangup, on_signal, open_log, watched
 from draftfeed_deploy.lengths import class_of, no_lengths
-from draftfeed_deploy.metrics import Identity, registry
+from draftfeed_deploy.metrics import Identity, layer_names, registry
 from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.notify import announced
 from draftfeed_deploy.producer_file import ProducerFile
@@ -21,6 +21,7 @@ from draftfeed_deploy.records import GeneratedSample, ProducerSnapshot, Rejectio
 from draftfeed_deploy.status import Pages, Probe, Status, loop_probe
 from draftfeed_producer.figures import DeliveryFigures
 from draftfeed_producer.service import ProducerService, ProducerStatistics
+from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -
         def snapshot() -> ProducerSnapshot:
             statistics = service.statistics()
             seconds = stopwatch.at(time.monotonic(), statistics.phase)
-            return producer_snapshot(statistics, generated, seconds)
+            return producer_snapshot(statistics, generated, seconds, service.descriptor)
 
         look = ProducerLook(snapshot, lambda: _turn_seconds(service))
         announcer = stack.enter_context(announced(look))
@@ -135,7 +136,10 @@ def _write_tombstones(service: ProducerService, run_dir: Path | None) -> None:
 
 
 def producer_snapshot(
-    statistics: ProducerStatistics, generated: Generated, generating_seconds: float
+    statistics: ProducerStatistics,
+    generated: Generated,
+    generating_seconds: float,
+    stream: Descriptor | None,
 ) -> ProducerSnapshot:
     spool, server = statistics.spool, statistics.server
     counters = statistics.counters
@@ -181,6 +185,7 @@ def producer_snapshot(
             "spool_full": round(statistics.spool_full_seconds, 3),
             "no_credit": round(server.no_credit_seconds, 3) if server else 0.0,
         },
+        layers=layer_names(stream),
         nonfinite=[layer.nonfinite for layer in counters],
         saturated=[layer.saturated for layer in counters],
         inexact=[layer.inexact for layer in counters],

@@ -80,6 +80,8 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     loop_age_seconds: float = 0.0
     """Since the loop that moves data last came round."""
     stall_seconds: dict[str, float] = {}
+    layers: list[str] = []
+    """Which the lists below are of: layer ids, and "final" for the final state."""
     nonfinite: list[int] | None = None
     saturated: list[int] = []
     inexact: list[int] = []

@@ -24,6 +24,8 @@ SHARD_SIZE = 4096
 class Layer(msgspec.Struct, frozen=True):
     """Values of one tapped layer that did not survive the conversion to fp16 unharmed."""
 
+    layer: str
+    """Its id: k is the output of decoder block k, from 0; "final" is the final state."""
     nonfinite: int
     saturated: int
     zero_rows: int
@@ -183,7 +185,7 @@ def _layers(last: ProducerSnapshot | None) -> list[Layer]:
     if last is None:
         return []
     counts = zip(last.nonfinite or [], last.saturated, last.zero_rows or [], strict=False)
-    return [Layer(*count) for count in counts]
+    return [Layer(name, *count) for name, count in zip(last.layers, counts, strict=False)]
 
 
 def _last_loss(files: RunFiles) -> float | None:

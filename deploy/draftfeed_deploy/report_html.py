@@ -117,9 +117,9 @@ def _stall_rows(report: "Report") -> Iterable[str]:
 def _layer_rows(layers: "list[Layer]") -> Iterable[str]:
     if not layers:
         yield _row("–", "not recorded", "", "")
-    for number, layer in enumerate(layers, start=1):
+    for layer in layers:
         counts = (layer.nonfinite, layer.saturated, layer.zero_rows)
-        yield _row(str(number), *(f"{count:,}" for count in counts))
+        yield _row(layer.layer, *(f"{count:,}" for count in counts))
 
 
 def _fact_rows(report: "Report") -> Iterable[str]:

@@ -115,6 +115,7 @@ class Run:
             "committed": n,
             "rejected": 0,
             "stall_seconds": {"spool_full": 0.0, "no_credit": 1.5},
+            "layers": ["1", "8", "14", "20", "final"],
             "nonfinite": [0] * LAYERS,
             "saturated": [0, 0, 7, 0, 0],
             "zero_rows": [0] * LAYERS,

@@ -47,6 +47,16 @@ def test_a_run_that_went_well_passes_every_check(run: Run) -> None:
     assert [layer.saturated for layer in report.layers] == [0, 0, 7, 0, 0]
 
 
+def test_layers_are_named_by_their_ids(run: Run) -> None:
+    """They were numbered from 1, as no other output does."""
+    report = run.report()
+    assert [layer.layer for layer in report.layers] == ["1", "8", "14", "20", "final"]
+    raw = json.loads((run.dir / "report.json").read_bytes())
+    assert raw["layers"][2] == {"layer": "14", "nonfinite": 0, "saturated": 7, "zero_rows": 0}
+    page = (run.dir / "report.html").read_text()
+    assert '<th scope="row">14</th><td>0</td><td>7</td><td>0</td>' in page
+
+
 def test_samples_that_are_finished_all_at_once_took_longer_than_their_last_second(
     run: Run,
 ) -> None:
