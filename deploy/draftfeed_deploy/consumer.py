@@ -31,6 +31,7 @@ from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.notify import Condition, Silent, announced
 from draftfeed_deploy.records import ConsumerSnapshot, ReceivedSample, Step
 from draftfeed_deploy.status import Pages, Probe, Status, loop_probe
+from draftfeed_proto import codecs
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
@@ -55,6 +56,7 @@ def run_consumer(
     KeyboardInterrupt after a second signal or when a drain takes too long.
     """
     keep_chunks_mapped()
+    codecs.PACKED.prepare()
     train, run = load_trainer(config.trainer)
     _check(attach, config)
     with ExitStack() as stack:

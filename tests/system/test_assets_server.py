@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -201,7 +202,16 @@ def test_who_asks_without_end_and_reads_nothing_costs_little_and_holds_nobody_up
 def test_requests_beyond_those_that_wait_are_told_so(producer: Producer) -> None:
     with peer_of(producer) as peer:
         weights = peer.listing().files[1]
+        asked = threading.Event()
+
+        def wait_for_all() -> list[Any]:
+            """Meanwhile the server serves nobody: it might keep up."""
+            asked.wait(60)
+            return []
+
+        producer.server._tell(wait_for_all)
         ask_for_much(peer, weights, 200)
+        asked.set()
         busy = pieces = 0
         while not busy or pieces < MAX_REQUESTS:
             answer, _ = peer.answer()

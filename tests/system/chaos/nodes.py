@@ -51,12 +51,14 @@ chunk_bytes = {plan.chunk_bytes}
 min_free_bytes = 0
 [server]
 bind = "{bind}"
+insecure = true
 session_timeout_seconds = {session_timeout}
 quarantine_after_terms = 1000
 """
 CONSUMER = """
 [producer]
 addresses = {addresses}
+insecure = true
 group = "chaos"
 lost_after_seconds = {lost_after}
 [buffer]
