@@ -3,7 +3,8 @@ mode reads again.
 
 A line is written when its sample is in the spool. What a kill or a full disk left out is written at
 the next start from the spool's tokens; what the spool has lost meanwhile is taken out again, since
-it is generated anew.
+it is generated anew. Each line says of which sample it is, so that a file of another prompt file or
+epoch, whose prompts may be called the same, is never taken for this one.
 """
 
 import fcntl
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 Table = dict[str, Any]
 BEGIN, END = "<think>", "</think>"
+START = b'{"id":'
+"""Of every line that is written here."""
+_ANOTHER = "choose another [output] conversations"
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,10 +54,6 @@ class Writer:
         self._ids_only = config.form == "ids"
         self._file, self._tokenizer, self._ends = file, tokenizer, ends
 
-    def key(self, id: SampleId) -> str:
-        """What the line of a sample is called. Raises PromptError."""
-        return self._file.key(id.ordinal)
-
     def line(
         self, id: SampleId, input_ids: np.ndarray, loss_mask: np.ndarray, finish_reason: str
     ) -> bytes:
@@ -61,7 +61,8 @@ class Writer:
         the prompt file was changed."""
         prompt = msgspec.json.decode(self._file.raw(id.ordinal))
         mask = loss_mask.astype(bool)
-        line: Table = {"id": self.key(id), "finish_reason": finish_reason}
+        line: Table = {"id": self._file.key(id.ordinal), "sample": str(id)}
+        line["finish_reason"] = finish_reason
         if self._ids_only or "prompt_ids" in prompt:
             line["prompt_ids"] = input_ids[~mask].tolist()
             line["response_ids"] = input_ids[mask].tolist()
@@ -146,34 +147,58 @@ class Conversations:
         """Cut a torn tail, and leave out what is to be generated again."""
         if not os.fstat(self._fd).st_size:
             return
-        by_key = {self._writer.key(id): id for id in ids}
         part = self._path.with_name(self._path.name + ".part")
+        try:
+            if dropped := self._copy_whole(part, spool, ids):
+                logger.warning(
+                    "%s: %d lines are not whole, or are generated again", self._path, dropped
+                )
+                self._replace(part)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _copy_whole(self, part: Path, spool: Spool, ids: IdSet) -> int:
+        """Lines that the copy has not. Raises OutputFileError."""
         dropped = 0
         with part.open("wb") as kept:
             for number, line in enumerate(self._lines(), start=1):
-                id = by_key.get(_key(line))
-                if id is None and line.endswith(b"\n"):
-                    raise self._foreign(part, number)
+                id = self._sample(line, number, spool, ids)
                 if id is None or id in self._written or not spool.finished(id):
                     dropped += 1
                     continue
                 self._written.add(id)
-                kept.write(line)
+                kept.write(line if line.endswith(b"\n") else line + b"\n")
+                dropped += not line.endswith(b"\n")
             kept.flush()
             os.fsync(kept.fileno())
-        if not dropped:
-            part.unlink()
-            return
-        logger.warning("%s: %d lines are not whole, or are generated again", self._path, dropped)
-        self._replace(part)
+        return dropped
 
-    def _foreign(self, part: Path, number: int) -> OutputFileError:
-        part.unlink()
-        return OutputFileError(
-            self._path,
-            f"line {number} is of no prompt of this producer; choose another [output] "
-            "conversations",
-        )
+    def _sample(self, line: bytes, number: int, spool: Spool, ids: IdSet) -> SampleId | None:
+        """None for a torn tail. Raises OutputFileError."""
+        try:
+            found = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            torn = not line.endswith(b"\n")
+            if torn and (number > 1 or line.startswith(START[: len(line)])):
+                return None
+            raise self._refused(
+                number, "is damaged: it is not JSON; without it, the file can be used"
+            ) from None
+        name = found.get("sample") if isinstance(found, dict) else None
+        try:
+            id = SampleId.parse(name if isinstance(name, str) else "")
+        except ValueError:
+            raise self._refused(number, f"does not say of which sample it is; {_ANOTHER}") from None
+        if id in ids:
+            return id
+        shards = spool.shards
+        whose = "prompt of this producer"
+        if (id.dataset, id.epoch) != (shards.dataset, shards.epoch):
+            whose = f"prompt of this file and epoch ({shards.dataset}/{shards.epoch})"
+        raise self._refused(number, f"is of sample {id}, which is no {whose}; {_ANOTHER}")
+
+    def _refused(self, number: int, reason: str) -> OutputFileError:
+        return OutputFileError(self._path, f"line {number} {reason}")
 
     def _replace(self, part: Path) -> None:
         fd = os.open(part, os.O_RDWR | os.O_CLOEXEC)
@@ -209,12 +234,3 @@ class Conversations:
                 self._path,
                 gone,
             )
-
-
-def _key(line: bytes) -> str:
-    try:
-        found = msgspec.json.decode(line)
-    except msgspec.DecodeError:
-        return ""
-    key = found.get("id") if isinstance(found, dict) else None
-    return key if isinstance(key, str) else ""

@@ -54,6 +54,8 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_ids: list[_TokenId] | None = None
     response_ids: list[_TokenId] | None = None
     finish_reason: str | None = None
+    sample: str | None = None
+    """Of which sample a line is that a producer wrote. Nothing here asks."""
 
     def __post_init__(self) -> None:
         if [self.messages, self.prompt, self.prompt_ids].count(None) != 2:

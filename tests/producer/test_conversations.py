@@ -86,6 +86,7 @@ class Run:
         more: list[Table] = [{"messages": chat, "tools": [{"name": "t"}]}, {"prompt_ids": [5, 6]}]
         self.prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
         self.keys = [f"q-{n}" for n in range(COUNT - 2)] + [str(COUNT - 2), str(COUNT - 1)]
+        self.epoch = 0
         self._producers = 0
         self._started: list[Running] = []
 
@@ -96,7 +97,7 @@ class Run:
         config = ProducerConfig(
             engine=engine,
             target=TargetConfig(path=str(self._target), layer_ids=(1,)),
-            prompts=PromptsConfig(path=str(self.prompts)),
+            prompts=PromptsConfig(path=str(self.prompts), epoch=self.epoch),
             spool=SpoolConfig(dir=self.spool, min_free_bytes=0),
             server=ServerConfig(bind=f"ipc://{self.directory}/{self._producers}.sock"),
             output=OutputConfig(conversations=str(file or self.file), form=form),
@@ -204,14 +205,51 @@ def test_messages_keep_the_prompt_as_it_was(run: Run):
     assert lines[str(COUNT - 1)]["prompt_ids"] == [5, 6]
 
 
-def test_a_file_of_other_prompts_is_refused_and_left_as_it_is(run: Run):
-    text = '{"id": "q-1", "prompt": "x", "response": "y"}\n{"id": "stranger"}\n'
-    run.file.write_text(text)
+def refused(run: Run, text: bytes, said: str) -> None:
+    run.file.write_bytes(text)
     failure = run.start().failed()
     assert isinstance(failure, OutputFileError)
-    assert "line 2 is of no prompt" in str(failure)
-    assert run.file.read_text() == text
+    assert said in str(failure)
+    assert run.file.read_bytes() == text
     assert not list(run.directory.glob("*.part"))
+
+
+@pytest.mark.parametrize("text", [b'{"id": "q-1", "prompt": "x", "response": "y"}\n', b"a poem"])
+def test_a_file_of_something_else_is_refused_and_left_as_it_is(run: Run, text: bytes):
+    said = "line 1 is damaged" if text == b"a poem" else "line 1 does not say of which sample"
+    refused(run, text, said)
+
+
+def test_another_epochs_lines_are_never_taken_for_ones_to_generate_again(run: Run):
+    """The prompts are called the same, and the new epoch's spool has none of them."""
+    run.start().made_all()
+    run.spool, run.epoch = run.directory / "epoch-1", 1
+    refused(run, run.file.read_bytes(), "no prompt of this file and epoch")
+
+
+def test_another_prompt_files_lines_are_never_taken_for_ones_to_generate_again(run: Run):
+    run.start().made_all()
+    run.spool = run.directory / "other-spool"
+    run.prompts.write_text(run.prompts.read_text().replace("number", "figure"))
+    refused(run, run.file.read_bytes(), "no prompt of this file and epoch")
+
+
+def test_a_damaged_line_is_called_damaged_and_is_written_again_when_taken_out(run: Run):
+    run.start().made_all()
+    first, second, *rest = run.file.read_bytes().splitlines(keepends=True)
+    refused(run, first + b"\0" * len(second) + b"\n" + b"".join(rest), "line 2 is damaged")
+    run.file.write_bytes(first + b"".join(rest))
+    run.start().made_all()
+    run.assert_same()
+
+
+def test_a_last_line_without_its_end_is_whole(run: Run):
+    """The next line must not go on in it."""
+    run.start().made_all()
+    run.file.write_bytes(run.file.read_bytes()[:-1])
+    run.start().made_all()
+    run.assert_same()
+    assert run.file.read_bytes().endswith(b"}\n")
 
 
 def test_two_producers_do_not_share_a_file(run: Run, tmp_path: Path):
