@@ -37,7 +37,8 @@ class QualityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """A response that ended by itself and has no more tokens than this is short. Its end token
     counts, and so does a thinking block, even an empty one."""
     max_identical: int = 10
-    """A response that the window has more often than this is the same for many prompts."""
+    """A response that the window has more often than this is the same for many prompts. Where many
+    requests run at once the window is longer, and this grows with it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_share <= 1:
@@ -111,6 +112,7 @@ class QualityGate:
         self._config = config
         self._window: deque[_Seen] = deque()
         self._same: dict[bytes, _Same] = {}
+        self._most_identical = config.max_identical
         self._degenerate = 0
         self.finished = 0
         """Samples so far."""
@@ -122,21 +124,33 @@ class QualityGate:
         response closes the gate."""
         self.finished += 1
         self._enter(_Seen(response, own_reasons(response, self._config)))
-        while len(self._window) > max(self._config.window, RUNNING_WINDOWS * running):
+        longest = max(self._config.window, RUNNING_WINDOWS * running)
+        while len(self._window) > longest:
             self._leave(self._window.popleft())
-        if self.alarm is not None or not self._is_too_much(running):
-            return None
-        self.alarm = self._alarm(running)
-        return self.alarm
+        self._allow_identical(self._config.max_identical * longest // self._config.window)
+        enough = self.finished >= self._config.window // 2
+        return self._judge(running) if enough else None
+
+    def end(self) -> Alarm | None:
+        """Nothing more comes: what there is is judged, also when it is less than half a window.
+        The alarm is returned when this closes the gate."""
+        return self._judge(running=0)
 
     @property
     def figures(self) -> GateFigures:
         return GateFigures(len(self._window), self._degenerate, self.alarm is not None)
 
-    def _is_too_much(self, running: int) -> bool:
-        seen = len(self._window)
-        enough = self.finished >= self._config.window // 2
-        return enough and self._degenerate > self._config.max_share * (seen + running)
+    def _judge(self, running: int) -> Alarm | None:
+        most = self._config.max_share * (len(self._window) + running)
+        if self.alarm is not None or self._degenerate <= most:
+            return None
+        self.alarm = self._alarm(running)
+        return self.alarm
+
+    def _allow_identical(self, most: int) -> None:
+        if most != self._most_identical:
+            self._most_identical = most
+            self._degenerate = sum(same.degenerate(most) for same in self._same.values())
 
     def _enter(self, seen: _Seen) -> None:
         self._window.append(seen)
@@ -149,7 +163,7 @@ class QualityGate:
         identity = seen.response.identity
         same = self._same.get(identity, _Same(0, 0))
         changed = _Same(same.times + by, same.bad + by * bool(seen.reasons))
-        most = self._config.max_identical
+        most = self._most_identical
         self._degenerate += changed.degenerate(most) - same.degenerate(most)
         if changed.times:
             self._same[identity] = changed
@@ -157,7 +171,7 @@ class QualityGate:
             del self._same[identity]
 
     def _reasons(self, seen: _Seen) -> tuple[str, ...]:
-        identical = self._same[seen.response.identity].times > self._config.max_identical
+        identical = self._same[seen.response.identity].times > self._most_identical
         return (*seen.reasons, IDENTICAL) if identical else seen.reasons
 
     def _alarm(self, running: int) -> Alarm:

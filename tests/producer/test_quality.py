@@ -52,6 +52,10 @@ def endless(numbers: random.Random, key: int) -> Response:
     return response(key, text, 2048, finish="length", thinking=True)
 
 
+def one_tool(number: int) -> Maker:
+    return lambda numbers, key: response(key, f'{{"name": "tool-{number}"}}', 14)
+
+
 def mixed(numbers: random.Random, shares: dict[Maker, float]) -> Iterator[Response]:
     makers, weights = list(shares), list(shares.values())
     for key in itertools.count():
@@ -109,6 +113,31 @@ def test_the_shortest_finish_first_and_that_is_no_reason_to_stop(concurrency: in
     shares = {one_word: 0.3, tool_call: 0.3, prose: 0.4}
     stream = finished_in_time(mixed(random.Random(concurrency), shares), concurrency)
     assert not any(gate.add(*one) for one in itertools.islice(stream, 10_000))
+
+
+@pytest.mark.parametrize("concurrency", [1, 64, 256, 1024])
+def test_a_longer_window_may_have_an_answer_more_often(concurrency: int):
+    """Two thirds are calls of twenty tools, each of them 3% of a window however long that is."""
+    tools = {one_tool(n): 2 / 60 for n in range(20)}
+    gate = QualityGate(QualityConfig(max_identical=20))
+    stream = finished_in_time(
+        mixed(random.Random(concurrency), {**tools, prose: 1 / 3}), concurrency
+    )
+    alarms = [gate.add(*one) for one in itertools.islice(stream, 10_000)]
+    assert not any(alarms)
+
+
+@pytest.mark.parametrize("concurrency", [64, 256])
+def test_what_counts_as_often_goes_back_when_fewer_run(concurrency: int):
+    """Half of a tail is one long answer: too often for a short window."""
+    numbers = random.Random(0)
+    gate = QualityGate(QualityConfig())
+    for key in range(2000):
+        text = "the same long answer" if key % 50 == 0 else f"answer {numbers.random()}"
+        gate.add(response(key, text, 50), running=concurrency)
+    assert gate.figures.degenerate == 0
+    same = (response(key, "the same long answer", 50) for key in range(150))
+    assert run(gate, same, 150) is not None
 
 
 @pytest.mark.parametrize(("concurrency", "within"), [(1, 200), (16, 200), (64, 200), (256, 600)])
