@@ -73,6 +73,7 @@ class Preparation:
         self._responses = ResponseReader(tokenizer)
         self._gate = QualityGate(options.quality)
         self._seen: dict[bytes, int] = {}
+        """By a digest of what a row says, the first that is used or too long."""
         self._ids: dict[str, int] = {}
         self._prompts, self._masks = array("q"), array("q")
         self._chats = self._refused = 0
@@ -127,22 +128,23 @@ class Preparation:
         if self._options.mode == "live":
             table, cut = without_response(table)
         self._chats += "messages" in table
-        key = table.pop("id", str(number))
+        key = table.pop("id", None)
         digest = xxhash.xxh3_128_digest(encoded(table, order="sorted"))
-        first = self._seen.setdefault(digest, number)
-        if first != number:
+        if (first := self._seen.get(digest)) is not None:
             self.report.duplicates += 1
             self._note(number, f"is a duplicate of row {first}")
             return None
+        key = f"row-{number}" if key is None else key
+        if (other := self._ids.get(key)) is not None:
+            raise LineError(f'"id" {key!r} is also that of row {other}')
         line = encoded({"id": key, **table})
         tokens = self._reader.tokens(self._reader.parse(line))
+        self._seen[digest] = number
         if (length := _length(tokens)) > self.report.max_tokens:
             self.report.over_long += 1
             self._note(number, f"{length} tokens, the limit is {self.report.max_tokens}")
             return None
-        other = self._ids.setdefault(key, number)
-        if other != number:
-            raise LineError(f'"id" {key!r} is also that of row {other}')
+        self._ids[key] = number
         ended = table.get("finish_reason", "stop")
         return Prepared(line, tokens, "tools" in table, cut, ended)
 
@@ -172,6 +174,8 @@ class Preparation:
 
     def _finish(self) -> None:
         report = self.report
+        if (alarm := self._gate.end()) is not None:
+            report.errors.append(f"the quality gate closes at the end: {alarm}")
         report.prompt_tokens = distribution(self._prompts)
         report.loss_mask_sums = distribution(self._masks)
         if self._chats and self._target.tokenizer.chat_template:

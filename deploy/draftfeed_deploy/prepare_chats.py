@@ -31,7 +31,7 @@ CALLS = ("function_call", "tool_call")
 """Whose text is a call as JSON."""
 AS_IT_IS = ("prompt", "response", "prompt_ids", "response_ids", "finish_reason")
 MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
-KNOWN = ("id", "messages", "conversations", "tools", "system", *AS_IT_IS)
+KNOWN = ("id", "sample", "messages", "conversations", "tools", "system", *AS_IT_IS)
 
 Table = dict[str, Any]
 
@@ -93,8 +93,9 @@ def _message(turn: Any, row: Table) -> Table:
     if "from" in turn:
         return _turn(turn)
     message = {key: turn[key] for key in MESSAGE_KEYS if turn.get(key) is not None}
-    if message.get("role") in ROLES:
-        message["role"] = ROLES[message["role"]]
+    role = message.get("role")
+    if isinstance(role, str):
+        message["role"] = ROLES.get(role, role)
     if message.get("tool_calls"):
         calls = _list(message["tool_calls"], "tool_calls")
         message["tool_calls"] = [_call(call) for call in calls]
@@ -107,7 +108,7 @@ def _message(turn: Any, row: Table) -> Table:
 def _turn(turn: Mapping[str, Any]) -> Table:
     """Of ShareGPT."""
     who, text = turn["from"], turn.get("value")
-    if who not in ROLES:
+    if not isinstance(who, str) or who not in ROLES:
         known = ", ".join(ROLES)
         raise LineError(f'"from" is {who!r}; known are {known}')
     if not isinstance(text, str):

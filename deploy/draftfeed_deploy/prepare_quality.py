@@ -108,8 +108,10 @@ def _examine(
         repeated.add(response)
         for reason in own_reasons(response, config):
             found.degenerate[reason] = found.degenerate.get(reason, 0) + 1
-        if (alarm := gate.add(response)) is not None:
-            found.closes_after, found.alarm = alarm.finished, str(alarm)
+        gate.add(response)
+    gate.end()
+    if gate.alarm is not None:
+        found.closes_after, found.alarm = gate.alarm.finished, str(gate.alarm)
     if not found.responses:
         first = f", row {found.faults[0].row}: {found.faults[0].reason}" if found.faults else ""
         raise ConfigError(str(path), f"has no responses that can be used{first}")

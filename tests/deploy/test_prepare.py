@@ -110,7 +110,7 @@ def test_openai_and_sharegpt_with_tool_calls_become_prompts(
         {"role": "tool", "content": "12 degrees"},
     ]
     assert first["tools"] == second["tools"] == [WEATHER]
-    assert third == {"id": "3", "prompt": "Once"}
+    assert third == {"id": "row-3", "prompt": "Once"}
     assert (first["id"], second["id"]) == ("tool-1", "7")
     assert (report["written"], report["responses_cut"], report["with_tools"]) == (3, 2, 2)
     assert report["columns_left_out"] == {"source": 1}
@@ -132,7 +132,7 @@ def test_the_producer_takes_the_file_and_counts_the_same(
     file = PromptFile(config, target.tokenizer, report["max_tokens"], mode)
     prompts = list(file.prompts())
     file.close()
-    assert [prompt.key for prompt in prompts] == [str(n) for n in range(1, 51)]
+    assert [prompt.key for prompt in prompts] == [f"row-{n}" for n in range(1, 51)]
     assert report["prompt_tokens"]["total"] == sum(len(prompt.input_ids) for prompt in prompts)
     if mode == "live":
         assert report["loss_mask_sums"] is None
@@ -158,7 +158,7 @@ def test_parquet_is_read_as_jsonl_is(tmp_path: Path, targets: dict[str, Path]):
     pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
     lines, _ = run(tmp_path / "set.parquet", targets["PLAIN"])
     assert lines == [
-        {"id": "1", "messages": [user("hello")]},
+        {"id": "row-1", "messages": [user("hello")]},
         {"id": "b", "messages": [user("again")]},
     ]
 
@@ -175,13 +175,38 @@ def test_duplicates_and_long_ones_are_left_out_by_number(
         {"prompt": "fox"},
     )
     lines, report = run(source, targets["PLAIN"], "--max-prompt-tokens", "60")
-    assert [line["id"] for line in lines] == ["1", "other"]
+    assert [line["id"] for line in lines] == ["row-1", "other"]
     assert (report["duplicates"], report["over_long"], report["broken"]) == (2, 1, 0)
     assert [fault["row"] for fault in report["faults"]] == [2, 3, 5]
     text = capsys.readouterr().out
     assert "row 2: is a duplicate of row 1" in text
     assert "row 3: " in text
     assert "the limit is 60" in text
+
+
+def test_a_row_whose_id_was_there_is_not_the_first_of_its_duplicates(
+    tmp_path: Path, targets: dict[str, Path]
+):
+    """Nothing of it is in the file."""
+    source = write(
+        tmp_path / "set.jsonl",
+        {"id": "a", "prompt": "fox"},
+        {"id": "a", "prompt": "hello"},
+        {"id": "b", "prompt": "hello"},
+    )
+    lines, report = run(source, targets["PLAIN"])
+    assert [line["id"] for line in lines] == ["a", "b"]
+    assert (report["duplicates"], report["broken"]) == (0, 1)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_row_without_an_id_takes_none_that_is_a_number(
+    tmp_path: Path, targets: dict[str, Path], order: int
+):
+    rows: list[Table] = [{"id": 2, "prompt": "fox"}, {"prompt": "hello"}, {"id": 1, "prompt": "a"}]
+    lines, report = run(write(tmp_path / "set.jsonl", *rows[::order]), targets["PLAIN"])
+    assert sorted(line["id"] for line in lines) == ["1", "2", "row-2"]
+    assert report["broken"] == 0
 
 
 BROKEN: dict[str, tuple[Table | bytes, str]] = {
@@ -210,6 +235,8 @@ BROKEN: dict[str, tuple[Table | bytes, str]] = {
     ),
     "no Unicode": (b'{"prompt": "\\ud800"}', "JSON"),
     "a number too large": (b'{"prompt_ids": [123456789012345678901234567890]}', "prompt_ids"),
+    "a role that is no word": ({"messages": [{"role": ["user"], "content": "x"}]}, "role"),
+    "a speaker that is no word": ({"conversations": [{"from": {}, "value": "x"}]}, '"from" is {}'),
     "an id twice": ({"id": "good", "prompt": "another"}, "also that of row 1"),
     "only an answer": ({"messages": [says("x")]}, "empty"),
 }
@@ -352,6 +379,14 @@ def test_responses_that_are_all_the_same_are_an_error(tmp_path: Path, targets: d
     assert lines == []
     assert "the quality gate closes at row" in report["errors"][0]
     assert '"OK."' in report["errors"][0]
+
+
+def test_a_small_set_of_one_answer_is_an_error(tmp_path: Path, targets: dict[str, Path]):
+    """Less than half a window, at which the producer would look first."""
+    rows = [{"messages": [user(f"{n}?"), says("OK.")]} for n in range(60)]
+    source = write(tmp_path / "set.jsonl", *rows)
+    _, report = run(source, targets["PLAIN"], "--mode", "prefill", code=1)
+    assert "the quality gate closes at the end: 60 of the last 60" in report["errors"][0]
 
 
 def test_the_page_shows_faults_as_text(tmp_path: Path, targets: dict[str, Path]):

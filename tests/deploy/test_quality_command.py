@@ -56,6 +56,17 @@ def test_87_percent_of_ok_would_stop_the_producer(
     assert any(f'{answers.count("OK.")} times "OK."' in line for line in rest)
 
 
+def test_a_small_file_is_judged_at_its_end(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It has less than half a window, at which the producer would look first."""
+    assert judge(write(tmp_path / "done.jsonl", ["OK."] * 99), target) == 1
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head.startswith("FAILED: the gate closes after 99 responses: 99 of the last 99")
+    answers = ["OK."] * 9 + [f"the quick brown fox {n} says hello" for n in range(40)]
+    assert judge(write(tmp_path / "good.jsonl", answers), target) == 0
+
+
 def test_one_word_answers_and_tool_calls_pass(
     tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -86,7 +97,7 @@ def test_thinking_without_an_end_is_found_by_its_tags(
 
 
 def test_broken_rows_are_named(tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]):
-    file = write(tmp_path / "done.jsonl", ["a quick brown fox says hello"])
+    file = write(tmp_path / "done.jsonl", ["a quick brown fox says hello to a small tokenizer"])
     with file.open("a") as more:
         more.write('{"prompt": "no response"}\n{\n')
     assert judge(file, target) == 0
