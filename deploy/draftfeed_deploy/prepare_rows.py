@@ -71,14 +71,25 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         with parquet.ParquetFile(path) as file:
             size = path.stat().st_size // max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=BATCH_ROWS):
-                for value in batch.to_pylist():
+                for row in range(batch.num_rows):
                     number += 1
-                    yield Row(number, without_nulls(value), "", size)
+                    yield _parquet_row(number, batch.slice(row, 1), size)
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror or error}") from None
     except pyarrow.ArrowException as error:
         where = f" after row {number}" if number else ""
         raise ConfigError(str(path), f"is not Parquet{where}: {error}") from None
+
+
+def _parquet_row(number: int, one: Any, size: int) -> Row:
+    """one: a record batch of that row alone."""
+    try:
+        (value,) = one.to_pylist()
+    except UnicodeDecodeError:
+        return Row(number, None, "has text that is not UTF-8", size)
+    except (ValueError, OverflowError) as error:  # a time that Python has not
+        return Row(number, None, f"cannot be read: {error}", size)
+    return Row(number, without_nulls(value), "", size)
 
 
 def without_nulls(value: Any) -> Any:

@@ -163,6 +163,18 @@ def test_parquet_is_read_as_jsonl_is(tmp_path: Path, targets: dict[str, Path]):
     ]
 
 
+def test_a_parquet_row_that_is_not_utf8_is_named_and_costs_no_other(
+    tmp_path: Path, targets: dict[str, Path]
+):
+    texts = pyarrow.array([b"fox", b"\xff\xfe", b"hello"], pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, texts.buffers())
+    table = pyarrow.table({"prompt": column})
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    lines, report = run(tmp_path / "set.parquet", targets["PLAIN"])
+    assert [line["prompt"] for line in lines] == ["fox", "hello"]
+    assert report["faults"] == [{"row": 2, "reason": "has text that is not UTF-8"}]
+
+
 def test_duplicates_and_long_ones_are_left_out_by_number(
     tmp_path: Path, targets: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ):
