@@ -6,7 +6,7 @@ Nothing of the configured run is touched: there is no spool, no server, and no s
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from statistics import fmean, median
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from draftfeed_deploy.errors import BenchmarkFailed, ConfigError
 from draftfeed_deploy.foreground import phase
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
-from draftfeed_producer.errors import CaptureError, EngineError
+from draftfeed_producer.errors import ProducerError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.service import open_prompts
 from draftfeed_producer.sources import PromptSource
@@ -43,6 +43,10 @@ ROUNDS = 3
 """At a batch; fewer where time is short."""
 MOST_PROMPTS = 512
 """Different ones; a larger batch has some of them more than once."""
+
+
+FAILURES = (Unusable, BenchmarkFailed, ProducerError, RuntimeError, OSError)
+"""Of an engine. What was measured before one is worth having."""
 
 
 class Options(NamedTuple):
@@ -107,17 +111,25 @@ class Benchmark:
 
     def run(self) -> Result:
         """Raises BenchmarkFailed when there is nothing at all."""
-        wanted = list(batches(self._size.most))
-        cuts = []
+        cuts: list[str] = []
         with closing(self._machine.arms()) as groups:
-            for number, arms in enumerate(groups):
-                cut = self._measure_group(arms, wanted, flat if number == 0 else _never)
-                # Those that come after are to be compared: at the same batches, however flat.
-                wanted = sorted({batch for batch, _ in self._turns})
-                cuts += [cut] if cut else []
-                if not wanted:
-                    raise BenchmarkFailed(f"nothing could be measured: {cut}")
+            try:
+                self._measure_all(groups, cuts)
+            except FAILURES as error:
+                if not self._turns:
+                    raise
+                cuts.append(_words(error))
         return self._result("; then ".join(cuts))
+
+    def _measure_all(self, groups: Iterable[list[Arm]], cuts: list[str]) -> None:
+        wanted = list(batches(self._size.most))
+        for number, arms in enumerate(groups):
+            cut = self._measure_group(arms, wanted, flat if number == 0 else _never)
+            # Those that come after are to be compared: at the same batches, however flat.
+            wanted = sorted({batch for batch, _ in self._turns})
+            cuts += [cut] if cut else []
+            if not wanted:
+                raise BenchmarkFailed(f"nothing could be measured: {cut}")
 
     def _measure_group(
         self, arms: Sequence[Arm], wanted: Sequence[int], ends: Callable[[Sequence[Rate]], bool]
@@ -150,11 +162,11 @@ class Benchmark:
             try:
                 with phase(self._console, f"batch {batch}"):
                     rounds = self._rounds(arms, batch, budget, last=batch == wanted[-1])
-            except (Unusable, EngineError, CaptureError) as error:
+            except FAILURES as error:
                 # What was found is worth having, also when a larger batch was too much.
                 if not found and not isinstance(error, Unusable):
                     raise
-                return f"batch {batch}: {error}"
+                return f"batch {batch}: {_words(error)}"
             self._keep(batch, rounds)
             seconds = _seconds(rounds[-1])
             found.append(Rate(batch, _output(rounds, arms[-1].captures)))
@@ -166,7 +178,7 @@ class Benchmark:
         self, arms: Sequence[Arm], batch: int, budget: Budget, *, last: bool
     ) -> list[dict[bool, Turn]]:
         """One at least. Who is first changes from round to round. Another round must not take the
-        time of the next batch. Raises Unusable when the first one is."""
+        time of the next batch. Raises what the first one does."""
         for arm in arms:
             arm.begin()
         rounds: list[dict[bool, Turn]] = []
@@ -175,10 +187,10 @@ class Benchmark:
             order = arms if len(rounds) % 2 == 0 else arms[::-1]
             try:
                 rounds.append({arm.captures: arm.turn(prompts, self._size.tokens) for arm in order})
-            except Unusable as error:
+            except FAILURES as error:
                 if not rounds:
                     raise
-                logger.warning("batch %d, round %d: %s", batch, len(rounds) + 1, error)
+                logger.warning("batch %d, round %d: %s", batch, len(rounds) + 1, _words(error))
                 break
             seconds = _seconds(rounds[-1])
             if not budget.allows(seconds if last else seconds + 2 * seconds):
@@ -221,6 +233,11 @@ class Benchmark:
             cores=len(os.sched_getaffinity(0)),
             others_cores=machine.others.cores,
         )
+
+
+def _words(error: Exception) -> str:
+    """One line, whatever torch has to say."""
+    return " ".join((str(error) or type(error).__name__).split())[:500]
 
 
 def _never(rates: Sequence[Rate]) -> bool:

@@ -19,8 +19,10 @@ from draftfeed_deploy.bench_target_report import lines_of
 from draftfeed_deploy.bench_target_result import Result, Turn, by_batch, point, ratio
 from draftfeed_deploy.bench_target_turn import Unusable
 from draftfeed_deploy.cli import main
+from draftfeed_deploy.errors import BenchmarkFailed
 from draftfeed_deploy.plan_measured import TargetBenchmark
 from draftfeed_producer.config import ProducerConfig
+from draftfeed_producer.errors import EngineError
 from draftfeed_producer.prompts import Prompt
 from tiny_models import make_qwen3
 
@@ -200,7 +202,12 @@ Output = Callable[[int, bool, int], float]
 def sweep(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """The real engine; of its figures the output is replaced, so that it can be known."""
 
-    def run(output: Output, options: Options, fails: Sequence[tuple[int, int]] = ()) -> Result:
+    def run(
+        output: Output,
+        options: Options,
+        fails: Sequence[tuple[int, int]] = (),
+        error: Exception | None = None,
+    ) -> Result:
         counts: dict[tuple[int, bool], int] = {}
         turn = Arm.turn
 
@@ -208,7 +215,7 @@ def sweep(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
             key = len(prompts), self.captures
             number = counts[key] = counts.get(key, -1) + 1
             if (len(prompts), number) in fails:
-                raise Unusable("so it was")
+                raise error or Unusable("so it was")
             real = turn(self, prompts, tokens)
             rate = output(*key, number)
             return msgspec.structs.replace(real, output_tokens_per_second=rate)
@@ -306,6 +313,54 @@ def test_a_batch_that_the_engine_cannot_hold_ends_it_and_keeps_the_rest(
 ):
     result = sweep(lambda batch, *_: 100.0 * batch, Options(most=8, tokens=8), fails=[(4, 0)])
     assert (batches_of(result), result.cut) == ([1, 2], "batch 4: so it was")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BenchmarkFailed("not answered"), RuntimeError("CUDA error\nand more"), EngineError("died")],
+)
+def test_an_engine_that_fails_later_keeps_what_was_measured(
+    sweep: Callable[..., Result], error: Exception
+):
+    """Minutes of a GPU were lost with it."""
+    options = Options(most=8, tokens=8)
+    result = sweep(lambda batch, *_: 100.0 * batch, options, [(4, 0)], error)
+    words = " ".join(str(error).split())
+    assert (batches_of(result), result.cut) == ([1, 2], f"batch 4: {words}")
+    again = sweep(lambda batch, *_: 100.0 * batch, Options(most=1, tokens=8), [(1, 1)], error)
+    assert [len(one.rounds) for one in again.points] == [1, 1]
+
+
+def test_a_second_engine_that_does_not_start_keeps_what_the_first_has_measured(
+    sweep: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+):
+    class OnlyOne(OneByOne):
+        def arms(self) -> Generator[list[Arm]]:
+            for number, arms in enumerate(super().arms()):
+                if number:
+                    raise EngineError("no room on the GPU")
+                yield arms
+
+    monkeypatch.setattr(module, "TransformersMachine", OnlyOne)
+    result = sweep(lambda batch, *_: 100.0 * batch, Options(most=2, tokens=8))
+    assert [(p.batch, p.capture) for p in result.points] == [(1, True), (2, True)]
+    assert result.cut == "no room on the GPU"
+    assert lines_of(result)
+
+
+def test_a_second_engine_that_fails_keeps_what_the_first_has_measured(
+    sweep: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "TransformersMachine", OneByOne)
+
+    def warm_up(self: Arm, prompt: Prompt, start_seconds: float) -> None:
+        if not self.captures:
+            raise EngineError("ended while it started")
+
+    monkeypatch.setattr(Arm, "warm_up", warm_up)
+    result = sweep(lambda batch, *_: 100.0 * batch, Options(most=2, tokens=8))
+    assert [(p.batch, p.capture) for p in result.points] == [(1, True), (2, True)]
+    assert result.cut == "ended while it started"
 
 
 def test_a_round_that_went_wrong_is_left_out(sweep: Callable[..., Result]):
