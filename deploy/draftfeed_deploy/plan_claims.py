@@ -48,7 +48,10 @@ def _computed(claim: Claim, terms: Sequence[str], load: Loading, where: str) -> 
     value = _value(claim, load([*claim.case, *terms]).inputs, where)
     if claim.against is None:
         return value / FACTORS[claim.unit]
-    return 100 * (value / _value(claim, load([*claim.against, *terms]).inputs, where) - 1)
+    other = _value(claim, load([*claim.against, *terms]).inputs, where)
+    if not other:
+        raise ConfigError(where, f"claim {claim.says!r}: {claim.result} is 0 in what it is against")
+    return 100 * (value / other - 1)
 
 
 def _check(claim: Claim, where: str) -> None:

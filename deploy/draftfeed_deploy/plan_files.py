@@ -1,6 +1,6 @@
 """Plan files into Inputs: what one extends, a model's config, measurements, and defaults."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib.resources import files as package_files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -60,18 +60,22 @@ def load(
     running: Measured | None = None,
 ) -> Case:
     """name: of a shipped scenario, or a file's. running: what running producers have measured,
-    which outdoes a benchmark. Raises ConfigError."""
+    which outdoes a benchmark. What is in `overrides` outdoes all that was measured. Raises
+    ConfigError."""
     path = _path(name)
-    table, notes = _merged([*_layers(path), _settings(overrides)])
+    settings = _settings(overrides)
+    table, notes = _merged([*_layers(path), settings])
+    fixed = {f"{name}.{key}" for name, part in settings.table.items() for key in part}
     read = plan_measured.read(benchmark) if benchmark is not None else None
     stated = config.build(table, Inputs, str(path))  # faults are told before more is filled in
-    notes |= _apply_measured(table, stated.measured, "[measured]")
+    notes |= _apply_measured(table, stated.measured, "[measured]", fixed)
     if read is not None:
         where, capture = str(benchmark), stated.layout.capture == "live"
         plan_measured.check_target(read, stated, where)
-        notes |= _apply_measured(table, plan_measured.measured(read, capture, where), where)
+        rates = plan_measured.measured(read, capture, where)
+        notes |= _apply_measured(table, rates, where, fixed)
     if running is not None:
-        notes |= _apply_measured(table, running, "this run")
+        notes |= _apply_measured(table, running, "this run", fixed)
     tables = {name: part for name, part in table.items() if isinstance(part, dict)}
     given = {f"{name}.{key}" for name, part in tables.items() for key in part}
     inputs = _complete(config.build(table, Inputs, str(path)), str(path))
@@ -142,16 +146,20 @@ def _read_config(layer: Layer) -> Table:
     return {key: value for key, value in plan_target.facts_of(path).items() if key not in target}
 
 
-def _apply_measured(table: Table, found: Measured, where: str) -> dict[str, str]:
+def _apply_measured(
+    table: Table, found: Measured, where: str, fixed: Collection[str]
+) -> dict[str, str]:
+    """fixed: keys that stay as they are."""
     notes = {}
     for key, value in msgspec.to_builtins(found).items():
-        if value is None:
+        if value is None or f"{PLACES[key]}.{key}" in fixed:
             continue
         part = table.setdefault(PLACES[key], {})
         assumed = f", assumed {part[key]:g}" if isinstance(part.get(key), int | float) else ""
         part[key] = value
         notes[f"{PLACES[key]}.{key}"] = f"measured: {where}{assumed}"
-    if "rates.prefill_tokens_per_second" in notes or "rates.output_includes_prefill" in notes:
+    known = {"rates.prefill_tokens_per_second", "rates.output_includes_prefill"} & notes.keys()
+    if known and "rates.prefill_share" not in fixed:
         table["rates"].pop("prefill_share", None)  # it stood in for what is known now
     return notes
 

@@ -114,7 +114,14 @@ def _of_the_link(inputs: Inputs, plan: Plan) -> Iterator[Finding]:
         yield Finding("note", f"link: {words} is the next that there is")
         return
     if link < 8 * width.wire:
-        yield Finding("warning", "link: slower than the mean of the stream, so it decides")
+        if _link_decides(inputs, plan):
+            yield Finding("warning", "link: slower than the mean of the stream, so it decides")
+        else:
+            yield Finding(
+                "warning",
+                "link: slower than the mean of the stream, but what decides is slower still: "
+                f"{plan.times.bottleneck}",
+            )
     elif link < width.link_bits_needed:
         yield Finding("warning", "link: holds the mean, but has not the headroom asked for")
     if link < burst:
@@ -123,6 +130,14 @@ def _of_the_link(inputs: Inputs, plan: Plan) -> Iterator[Finding]:
             f"link: a burst of prefill makes {show(burst, 'bits/s')} encoded, more than it "
             "carries; the spool takes what is over",
         )
+
+
+def _link_decides(inputs: Inputs, plan: Plan) -> bool:
+    """With the training after it, over the making of samples."""
+    times = plan.times
+    if inputs.layout.training == "after":
+        return times.link > max(times.generation, times.encode)
+    return "link" in times.bottleneck.split(", then ")
 
 
 def _of_training(inputs: Inputs, plan: Plan) -> Iterator[Finding]:

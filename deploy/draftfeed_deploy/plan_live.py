@@ -232,7 +232,7 @@ def deviations(found: Seen, inputs: Inputs, plan: Plan) -> list[Deviation]:
             "of all producers",
         )
     )
-    an_epoch = plan.times.generation / max(plan.volume.generated_epochs, 1e-9)
+    an_epoch = capturing_seconds(inputs, plan)
     rows.append(
         Deviation(
             "generation_seconds",
@@ -243,6 +243,15 @@ def deviations(found: Seen, inputs: Inputs, plan: Plan) -> list[Deviation]:
         )
     )
     return [row for row in rows if row.assumed > 0]
+
+
+def capturing_seconds(inputs: Inputs, plan: Plan) -> float:
+    """Of the plan, for what a producer captures of one epoch: while it generates, or in a pass
+    over responses that exist. What later epochs capture once more is not in it."""
+    volume, times = plan.volume, plan.times
+    if inputs.layout.capture == "prefill":
+        return times.second_pass * volume.rows_of_an_epoch / max(volume.second_pass_rows, 1e-9)
+    return (times.output + times.prefill) / max(volume.generated_epochs, 1e-9)
 
 
 def _output(found: Seen, assumed: float) -> list[Deviation]:

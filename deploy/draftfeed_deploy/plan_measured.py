@@ -69,7 +69,7 @@ def read(path: Path) -> TargetBenchmark:
 
 
 def measured(benchmark: TargetBenchmark, capture: bool, where: str) -> Measured:
-    """What replaces a plan's assumptions: the batch with the most output, and its rates.
+    """What replaces a plan's assumptions: the batch with the most output, and both its rates.
 
     The lengths do not: the benchmark's few prompts are there to be fast. Raises ConfigError when
     nothing was measured with, or without, a capture.
@@ -79,10 +79,9 @@ def measured(benchmark: TargetBenchmark, capture: bool, where: str) -> Measured:
         how = "with" if capture else "without"
         raise ConfigError(where, f"has no point that was measured {how} capture")
     best = max(points, key=lambda point: point.output_tokens_per_second)
-    prefill = [p.prefill_tokens_per_second for p in points if p.prefill_tokens_per_second]
     return Measured(
         output_tokens_per_second=best.output_tokens_per_second,
-        prefill_tokens_per_second=max(prefill, default=None),
+        prefill_tokens_per_second=best.prefill_tokens_per_second,
         output_includes_prefill=benchmark.output_includes_prefill,
         batch=best.batch,
     )

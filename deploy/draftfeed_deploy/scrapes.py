@@ -75,6 +75,8 @@ def fetch(url: str, timeout_seconds: float = TIMEOUT_SECONDS) -> bytes:
         raise ServiceUnreachable(url, f"answers with {error.code}") from None
     except TimeoutError:
         raise ServiceUnreachable(url, f"no answer within {timeout_seconds:g} s") from None
+    except UnicodeError:  # a host with a part that is empty or too long, a path beyond ASCII
+        raise ServiceUnreachable(url, "is not an address that can be asked") from None
     except (OSError, HTTPException) as error:
         raise ServiceUnreachable(url, _words(error)) from None
 

@@ -165,6 +165,12 @@ def test_speculative_decoding_is_captured_in_a_second_pass(capsys: pytest.Captur
     assert any("cannot be captured live" in one["text"] for one in live["findings"])
 
 
+def of_the_link(found: Report) -> str:
+    texts = [one["text"] for one in found["findings"]]
+    (said,) = [text for text in texts if text.startswith("link: slower than the mean")]
+    return said
+
+
 def test_the_slowest_stage_decides(capsys: pytest.CaptureFixture[str]):
     slow = report(capsys, "b-split", "stream.link_bits_per_second=1e9")
     assert slow["bottleneck"] == "link"
@@ -174,6 +180,12 @@ def test_the_slowest_stage_decides(capsys: pytest.CaptureFixture[str]):
     trainer = report(capsys, "b-split", "training.samples_per_second=1")
     assert trainer["bottleneck"] == "training"
     assert value(trainer, "elapsed_seconds") == pytest.approx(6 * 914_000)
+    slower = report(
+        capsys, "b-split", "stream.link_bits_per_second=1e9", "training.samples_per_second=0.01"
+    )
+    assert slower["bottleneck"] == "training"
+    assert of_the_link(slower).endswith("what decides is slower still: training")
+    assert of_the_link(slow).endswith("so it decides")
     after = report(capsys, "a-pro6000")
     sides = value(after, "generation_seconds") + value(after, "training_seconds")
     assert value(after, "elapsed_seconds") == pytest.approx(sides)

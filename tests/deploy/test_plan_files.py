@@ -188,6 +188,39 @@ def test_a_measurement_replaces_an_assumption_and_says_so(
     assert found["assumptions"]["stream.ratio"]["source"] == "measured"
 
 
+def test_what_is_set_outdoes_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It was passed over without a word."""
+    text = MINE + "[measured]\noutput_tokens_per_second = 1000\nprefill_tokens_per_second = 6000\n"
+    mine, benchmark = (
+        write(tmp_path / "mine.toml", text),
+        write(tmp_path / "target.json", json.dumps(FITTING)),
+    )
+    settings = ["rates.output_tokens_per_second=1100", "rates.prefill_share=0.1"]
+    flags = [word for setting in settings for word in ("--set", setting)]
+    for more in ([], ["--measured", benchmark]):
+        assumed = planned(capsys, mine, *flags, *more)["assumptions"]
+        rate = assumed["rates.output_tokens_per_second"]
+        assert (rate["value"], rate["source"], rate["note"]) == (1100, "given", "--set")
+        assert assumed["rates.prefill_share"]["value"] == 0.1
+    rate = assumed["layout.batch"]
+    assert (rate["value"], rate["source"]) == (64, "measured")
+
+
+def test_both_rates_of_a_benchmark_are_of_the_same_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """A small batch may prefill faster than the one that is planned with."""
+    points = [
+        {**POINTS[0], "prefill_tokens_per_second": 6100},
+        {**POINTS[1], "prefill_tokens_per_second": 5800},
+    ]
+    benchmark = write(tmp_path / "target.json", json.dumps({**FITTING, "points": points}))
+    mine = write(tmp_path / "mine.toml", MINE)
+    assumed = planned(capsys, mine, "--measured", benchmark)["assumptions"]
+    assert assumed["layout.batch"]["value"] == 64
+    assert assumed["rates.prefill_tokens_per_second"]["value"] == 5800
+
+
 @pytest.mark.parametrize(("mode", "rate", "batch"), [("live", 900, 64), ("prefill", 990, 128)])
 def test_a_benchmark_of_the_target_replaces_rates_and_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str, rate: float, batch: float
@@ -204,8 +237,7 @@ def test_a_benchmark_of_the_target_replaces_rates_and_batch(
     assert assumed["layout.batch"]["value"] == batch
     assert assumed["rates.prefill_share"]["value"] is None
     assert found["results"]["prefill_seconds"]["value"] == 0  # it is in the output rate
-    prefill = 6100 if mode == "live" else 5000  # nothing was measured without capture
-    assert assumed["rates.prefill_tokens_per_second"]["value"] == prefill
+    assert assumed["rates.prefill_tokens_per_second"]["value"] == 5000  # that batch has none
 
 
 @pytest.mark.parametrize(
@@ -348,7 +380,21 @@ def test_a_bad_file_is_one_line(
 
 @pytest.mark.parametrize(
     "config",
-    ["[1, 2]", "{", "{}", '{"text_config": 3}', '{"num_hidden_layers": "x"}', "[" * 100_000],
+    [
+        "[1, 2]",
+        "{",
+        "{}",
+        '{"text_config": 3}',
+        '{"num_hidden_layers": "x"}',
+        "[" * 100_000,
+        *(
+            json.dumps({**DENSE, key: value})
+            for key in ("num_hidden_layers", "hidden_size", "vocab_size", "head_dim")
+            for value in ("x", "12", -1, 1e300, True)
+        ),
+        json.dumps({**DENSE, "layer_types": "full"}),
+        json.dumps({**DENSE, "full_attention_interval": "4"}),
+    ],
 )
 def test_a_bad_config_of_a_target_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], config: str
@@ -365,6 +411,11 @@ def test_a_bad_config_of_a_target_is_one_line(
         ('result = "elapsed_seconds"\nunit = "fortnights"', "unit must be one of"),
         ('result = "elapsed"\nunit = "d"', "no result 'elapsed'"),
         ('result = "elapsed_seconds"\nunit = "TB"', "is in seconds"),
+        (
+            'result = "prefill_seconds"\nunit = "%"\n'
+            'against = ["rates.output_includes_prefill=true"]',
+            "is 0 in what it is against",
+        ),
     ],
 )
 def test_a_claim_about_nothing_is_one_line(

@@ -13,7 +13,7 @@ import pytest
 
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.lengths import class_of, no_lengths
-from draftfeed_deploy.plan_live import assumed_output
+from draftfeed_deploy.plan_live import assumed_output, capturing_seconds
 from draftfeed_deploy.plan_outcome import outcome
 from draftfeed_deploy.records import ProducerSnapshot
 from shown import shown
@@ -129,6 +129,26 @@ def test_plan_on_the_assumed_terms_is_the_plan() -> None:
     assert tokens / rate == pytest.approx(times.generation)
 
 
+@pytest.mark.parametrize("epochs", [1, 6])
+@pytest.mark.parametrize(
+    ("scenario", "capture"),
+    [("f-prefill-later", "live"), ("b-split", "live"), ("b-split", "prefill")],
+)
+def test_capturing_is_compared_with_capturing(scenario: str, capture: str, epochs: int) -> None:
+    """A producer says nothing of how responses were made that it only captures, nor of the passes
+    of later epochs: a run that is as assumed has the factor 1."""
+    settings = [f"layout.capture={capture}", f"workload.epochs={epochs}"]
+    found = outcome(scenario, settings)
+    inputs = found.case.inputs
+    work, rates = inputs.workload, inputs.rates
+    rate = assumed_output(inputs) * inputs.layout.replicas
+    seconds = work.prompts * work.response_tokens / rate
+    if capture == "prefill":
+        rows = work.prompts * (work.prompt_tokens + work.response_tokens)
+        seconds = rows / (rates.prefill_tokens_per_second * inputs.layout.replicas)
+    assert capturing_seconds(inputs, found.plan) == pytest.approx(seconds)
+
+
 def test_text_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     with shown(steady(5000)) as url:
         assert main(["plan", "--for", "1", "--scenario", "b-split", "--from", url]) == 0
@@ -178,6 +198,8 @@ def test_what_cannot_be_asked_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert "connection refused" in refusal(capsys, "--from", url)
     assert "is not the address of a service" in refusal(capsys, "--from", "ftp://host")
     assert "is not the address of a service" in refusal(capsys, "--from", "http://[1")
+    for odd in ("http://a..b:9640", f"http://{'a' * 70}.b:9640", f"{url}/st\u00e4tus"):
+        assert "is not an address that can be asked" in refusal(capsys, "--from", odd)
     assert "goes with one scenario" in refusal(
         capsys, "--from", url, "--scenario", "b-split", "--scenario", "e-replay"
     )
