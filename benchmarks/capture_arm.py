@@ -4,7 +4,8 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,6 @@ from draftfeed_producer.engines.sglang.process import Died, HostProcess
 from draftfeed_producer.engines.sglang.rows import PositionRows
 from draftfeed_producer.engines.sglang.slabs import SlabShape
 from draftfeed_producer.errors import EngineError
-
-process._HOST = "capture_host"
 
 _WAIT_SECONDS = 600.0
 """For an engine to start, and for the next of a round's responses."""
@@ -67,6 +66,17 @@ class _TimedHost(HostProcess):
         self.receiver_cpu_seconds += time.thread_time() - start
 
 
+@contextmanager
+def _our_host() -> Iterator[None]:
+    """The module that is started, for this engine only: others in this process have their own."""
+    before = process._HOST
+    process._HOST = "capture_host"
+    try:
+        yield
+    finally:
+        process._HOST = before
+
+
 class Arm:
     def __init__(self, name: str, python: str, arguments: dict[str, Any], slabs: SlabShape) -> None:
         """off: SGLang keeps no layers. aux: it does, and nobody takes them. on, timed: we do."""
@@ -78,15 +88,16 @@ class Arm:
         self._row_count = 0
         self._told: queue.SimpleQueue[Told | Died | EngineError] = queue.SimpleQueue()
         os.environ[ARM] = name
-        self._host = _TimedHost(
-            python,
-            Start(args=arguments, known_versions=KNOWN_VERSIONS),
-            slabs,
-            by_slot=False,
-            final=False,
-            put=self._put,
-            hear=lambda _, message: self._told.put(message),
-        )
+        with _our_host():
+            self._host = _TimedHost(
+                python,
+                Start(args=arguments, known_versions=KNOWN_VERSIONS),
+                slabs,
+                by_slot=False,
+                final=False,
+                put=self._put,
+                hear=lambda _, message: self._told.put(message),
+            )
         try:
             self._await_start()
         except BaseException:
