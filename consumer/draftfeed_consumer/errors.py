@@ -10,7 +10,6 @@ ConsumerError (ValueError)
 ├── BudgetExceeded       samples that a packed batch has no room for
 ├── InWorkerProcess      a DataLoader with workers: each would be a member of its own
 ├── AddressError         an address ZeroMQ does not understand
-├── KeyFileError         a CURVE key that cannot be used, or that others may read
 ├── LauncherError        torchrun was started so that its restarts cannot work
 ├── AssetError           the target's files cannot be had, or are not what was said
 │   └── NoAssets         no producer has any
@@ -24,7 +23,6 @@ ConsumerError (ValueError)
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 
 
 class ConsumerError(ValueError):
@@ -88,12 +86,6 @@ class AddressError(ConsumerError):
             '"tcp://HOST:PORT"'
         )
         self.address, self.reason = address, reason
-
-
-class KeyFileError(ConsumerError):
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"key file {path}: {reason}")
-        self.path, self.reason = path, reason
 
 
 class LauncherError(ConsumerError):

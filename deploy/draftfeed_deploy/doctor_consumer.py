@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from draftfeed_consumer.errors import KeyFileError
 from draftfeed_consumer.trainers import TrainerConfig
 from draftfeed_deploy import doctor_machine as machine
 from draftfeed_deploy.consumer_file import ConsumerFile
@@ -16,6 +15,7 @@ from draftfeed_deploy.doctor_producer import status_port
 from draftfeed_deploy.progress import readable_bytes
 from draftfeed_producer.engines.sglang.memory import available_bytes
 from draftfeed_producer.errors import EngineError
+from draftfeed_proto.errors import KeyFileError
 from draftfeed_proto.keys import local
 
 CHECKPOINT_BYTES = 4 << 30

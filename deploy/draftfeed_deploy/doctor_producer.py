@@ -13,14 +13,15 @@ from draftfeed_deploy.doctor_network import Address, can_listen, parsed
 from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_deploy.progress import readable_bytes
 from draftfeed_deploy.status import FIRST_PORT, StatusConfig
-from draftfeed_producer.access import PUBLIC_SUFFIX, read_public, read_secret
+from draftfeed_producer.access import PUBLIC_SUFFIX
 from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
 from draftfeed_producer.engines.sglang.engine import KNOWN_VERSIONS
 from draftfeed_producer.engines.sglang.memory import available_bytes
-from draftfeed_producer.errors import EngineError, KeyFileError, ProducerError
+from draftfeed_producer.errors import EngineError, ProducerError
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.target import load_target
-from draftfeed_proto.errors import ProtoError
+from draftfeed_proto.errors import KeyFileError, ProtoError
+from draftfeed_proto.keys import read_public, read_secret
 
 PLUGIN = "draftfeed_producer.engines.sglang.plugin:load"
 SHM_BYTES = 1 << 30

@@ -15,13 +15,13 @@ from draftfeed_deploy import config as configuration
 from draftfeed_deploy.accounts import Source, ask, read_spool, union
 from draftfeed_deploy.errors import ConfigError
 from draftfeed_deploy.producer_file import ProducerFile
-from draftfeed_producer.access import read_secret
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import SyntheticConfig
 from draftfeed_producer.engines.synthetic import synthetic_ids
 from draftfeed_producer.prompts import line_ids
 from draftfeed_producer.spool.ranges import difference, format_ranges
 from draftfeed_proto.ids import IdSet, Shards, WireRanges
+from draftfeed_proto.keys import read_secret
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
 """Who may connect: the producer's own key, and the keys of the consumers that it knows."""
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -10,10 +9,8 @@ from pathlib import Path
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from draftfeed_producer.errors import KeyFileError
 from draftfeed_proto import keys
-from draftfeed_proto.errors import BadKey
-from draftfeed_proto.keys import KeyPair
+from draftfeed_proto.errors import KeyFileError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +32,7 @@ class Access:
         Raises KeyFileError.
         """
         self._key, self._clients = key, tuple(clients)
-        self._own = read_secret(key)
+        self._own = keys.read_secret(key)
         self._allowed = self._read_clients()
         self._lock = threading.Lock()
         self._warned_at = float("-inf")
@@ -76,7 +73,7 @@ class Access:
         self._authenticator.stop()
 
     def _read_clients(self) -> frozenset[bytes]:
-        found = frozenset(read_public(path) for path in _files(self._clients))
+        found = frozenset(keys.read_public(path) for path in _files(self._clients))
         if not found:
             raise KeyFileError(self._clients[0], f"there is no *{PUBLIC_SUFFIX} in it")
         return found
@@ -88,38 +85,3 @@ def _files(paths: Iterable[Path]) -> Iterator[Path]:
             yield from sorted(path.glob(f"*{PUBLIC_SUFFIX}"))
         else:
             yield path
-
-
-def read_secret(path: Path) -> KeyPair:
-    """Raises KeyFileError, also when others may read the file."""
-    data, mode = _opened(path)
-    if not _given_by_systemd(path) and (fault := keys.secret_mode_fault(mode)):
-        raise KeyFileError(path, fault)
-    try:
-        return keys.key_pair(data)
-    except BadKey as error:
-        raise KeyFileError(path, str(error)) from None
-
-
-def read_public(path: Path) -> bytes:
-    """Raises KeyFileError."""
-    try:
-        return keys.public_key(_opened(path)[0])
-    except BadKey as error:
-        raise KeyFileError(path, str(error)) from None
-
-
-def _opened(path: Path) -> tuple[bytes, int]:
-    """(contents, mode)"""
-    try:
-        with path.open("rb") as file:
-            return file.read(keys.MAX_FILE_BYTES), os.fstat(file.fileno()).st_mode
-    except OSError as error:
-        raise KeyFileError(path, f"cannot be read: {error.strerror}") from None
-
-
-def _given_by_systemd(path: Path) -> bool:
-    """It guards what it hands to a service, and shows an access list's mask as permissions of the
-    group."""
-    directory = os.environ.get("CREDENTIALS_DIRECTORY")
-    return directory is not None and path.resolve().is_relative_to(Path(directory).resolve())

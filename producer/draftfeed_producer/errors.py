@@ -11,7 +11,6 @@ ProducerError (ValueError)
 ├── RingTooSmall          more rows at once than the staging ring has slots
 ├── EngineError           the engine cannot start, or keeps dying
 ├── BindError             the server cannot listen on its address
-├── KeyFileError          a CURVE key that cannot be used, or that others may read
 ├── OutputFileError       the file for conversations cannot be used
 └── SpoolError            the spool cannot be used
     ├── SpoolBusy         another producer owns it
@@ -102,12 +101,6 @@ class BindError(ProducerError):
             '"tcp://ADDRESS:PORT"'
         )
         self.address, self.reason = address, reason
-
-
-class KeyFileError(ProducerError):
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(f"key file {path}: {reason}")
-        self.path, self.reason = path, reason
 
 
 class OutputFileError(ProducerError):

@@ -6,7 +6,8 @@ import msgspec
 import zmq
 
 from draftfeed_producer.access import Access
-from draftfeed_producer.errors import BindError, KeyFileError
+from draftfeed_producer.errors import BindError
+from draftfeed_proto.errors import KeyFileError
 from draftfeed_proto.keys import local
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 

@@ -14,7 +14,7 @@ from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.conversations import Conversations, Writer
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
-from draftfeed_producer.errors import KeyFileError, ProducerError, SpoolFull
+from draftfeed_producer.errors import ProducerError, SpoolFull
 from draftfeed_producer.listener import Listener
 from draftfeed_producer.prompts import PromptFile, prompt_limit
 from draftfeed_producer.quality import GateFigures
@@ -26,6 +26,7 @@ from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.target import Target, end_tokens, load_target
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.errors import KeyFileError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import MAX_SAMPLE_BYTES
 from draftfeed_proto.sample import LayerCounters, Sample, decoded_bytes, longest_rows

@@ -8,13 +8,14 @@ ProtoError (ValueError)
 ├── DescriptorMismatch    the consumer expects something else than the producer serves
 ├── TooFewLayers          no DFlash default for a target this shallow: name the layer ids
 ├── IncompatibleVersion   the two ends speak different major versions
-├── BadKey                a key file that cannot be used
+├── KeyFileError          a CURVE key that cannot be used, or that others may read
 └── ChunkError            one chunk of a sample is bad; the sample can be sent again
     ├── MalformedChunk    its header contradicts itself or its payload
     └── ChecksumMismatch  its bytes changed between encoder and reader
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 MAX_REASON_CHARS = 500
@@ -80,8 +81,10 @@ class IncompatibleVersion(ProtoError):
         self.ours, self.theirs = ours, theirs
 
 
-class BadKey(ProtoError):
-    """The message is a reason; whoever has read the file names it."""
+class KeyFileError(ProtoError):
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"key file {path}: {reason}")
+        self.path, self.reason = path, reason
 
 
 class ChunkError(ProtoError):

@@ -1,4 +1,4 @@
-"""CURVE keys as text, and which addresses need them.
+"""CURVE keys in files, and which addresses need them.
 
 A key file is what ZeroMQ's own tools write, so that they can be used as well:
 
@@ -10,10 +10,12 @@ http://rfc.zeromq.org/spec:26 describes CurveZMQ, http://rfc.zeromq.org/spec:32 
 """
 
 import ipaddress
+import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 
-from draftfeed_proto.errors import BadKey
+from draftfeed_proto.errors import KeyFileError
 
 KEY_CHARACTERS = 40
 MAX_FILE_BYTES = 1 << 16
@@ -33,16 +35,22 @@ class KeyPair(NamedTuple):
         return f"KeyPair({self.public.decode()})"
 
 
-def public_key(data: bytes) -> bytes:
-    """Of a public file. Raises BadKey, also for a secret one: it should not be here."""
+def read_public(path: Path) -> bytes:
+    """Raises KeyFileError, also for a secret file: it should not be here."""
+    data, _ = _opened(path)
     if b"secret-key" in data:
-        raise BadKey("it holds a secret, which stays where it was made: take the *.pub file")
-    return _key(data, "public")
+        reason = "it holds a secret, which stays where it was made: take the *.pub file"
+        raise KeyFileError(path, reason)
+    return _key(path, data, "public")
 
 
-def key_pair(data: bytes) -> KeyPair:
-    """Of a secret file. Raises BadKey."""
-    return KeyPair(_key(data, "public"), _key(data, "secret"))
+def read_secret(path: Path) -> KeyPair:
+    """Raises KeyFileError, also when others may read the file."""
+    data, mode = _opened(path)
+    if mode & 0o077 and not _given_by_systemd(path):
+        reason = f"others may read it (mode {mode & 0o777:04o}): chmod 600"
+        raise KeyFileError(path, reason)
+    return KeyPair(_key(path, data, "public"), _key(path, data, "secret"))
 
 
 def file_text(keys: KeyPair, *, secret: bool) -> str:
@@ -52,22 +60,30 @@ def file_text(keys: KeyPair, *, secret: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def secret_mode_fault(mode: int) -> str:
-    """What is wrong with the permissions of a secret file, with the fix; nothing when all is well.
-    mode: `st_mode`."""
-    if mode & 0o077:
-        return f"others may read it (mode {mode & 0o777:04o}): chmod 600"
-    return ""
+def _opened(path: Path) -> tuple[bytes, int]:
+    """(contents, mode)"""
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_FILE_BYTES), os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise KeyFileError(path, f"cannot be read: {error.strerror}") from None
 
 
-def _key(data: bytes, name: str) -> bytes:
+def _given_by_systemd(path: Path) -> bool:
+    """It guards what it hands to a service, and shows an access list's mask as permissions of the
+    group."""
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    return directory is not None and path.resolve().is_relative_to(Path(directory).resolve())
+
+
+def _key(path: Path, data: bytes, name: str) -> bytes:
     text = data.decode("utf-8", "replace")
     found = re.search(_LINE.format(name=name), text, re.MULTILINE)
     if found is None:
         hint = "; it is the public one" if name == "secret" and "public-key" in text else ""
-        raise BadKey(f"it has no {name}-key{hint}")
+        raise KeyFileError(path, f"it has no {name}-key{hint}")
     if not _Z85.fullmatch(found[1]):
-        raise BadKey(f"its {name}-key is not {KEY_CHARACTERS} characters of Z85")
+        raise KeyFileError(path, f"its {name}-key is not {KEY_CHARACTERS} characters of Z85")
     return found[1].encode()
 
 

@@ -12,13 +12,12 @@ import zmq
 
 from draftfeed_consumer import credentials
 from draftfeed_consumer.client import ClientConfig
-from draftfeed_consumer.errors import KeyFileError
 from draftfeed_consumer.link import Link, LinkDown
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.keygen import write_pair
-from draftfeed_producer.errors import KeyFileError as ServerKeyFileError
 from draftfeed_producer.listener import Listener, ServerConfig
 from draftfeed_proto import messages as m
+from draftfeed_proto.errors import KeyFileError
 from processes import Run
 from waiting import eventually
 
@@ -158,7 +157,7 @@ def test_client_that_is_added_gets_in_without_a_restart(keys: Keys) -> None:
         assert listener.access.reload() == 2
         assert outcome(listener.address, keys.client("stranger")) == "up"
         (keys.clients / "known.pub").write_text("nonsense")
-        with pytest.raises(ServerKeyFileError, match=r"known\.pub: it has no public-key"):
+        with pytest.raises(KeyFileError, match=r"known\.pub: it has no public-key"):
             listener.access.reload()
         assert outcome(listener.address, keys.client("known")) == "up"
     finally:
@@ -328,7 +327,7 @@ def test_secret_file_is_no_public_one(keys: Keys) -> None:
     with pytest.raises(KeyFileError, match="it holds a secret, which stays where it was made"):
         credentials.read(keys.directory / "known.secret", secret)
     (keys.clients / "wrong.pub").write_bytes(secret.read_bytes())
-    with pytest.raises(ServerKeyFileError, match=r"wrong\.pub: it holds a secret"):
+    with pytest.raises(KeyFileError, match=r"wrong\.pub: it holds a secret"):
         Listener(keys.server())
 
 
