@@ -1,6 +1,7 @@
 """TOML files into frozen Structs; what is unknown or wrong is named, with the nearest right key."""
 
 import difflib
+import functools
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,8 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 Table = dict[str, Any]
 _TABLES = {"engine": "producer", "trainer": "consumer"}
 """A table that only that service's file has, and has to have."""
+_type_info = functools.cache(inspect.type_info)
+"""It takes as long as all the rest of reading a file."""
 
 
 def load(path: Path, kind: type[Config], overrides: Iterable[str] = ()) -> Config:
@@ -40,7 +43,7 @@ def _check_service(table: Table, kind: type[Config], path: Path) -> None:
 
 def build(table: Table, kind: type[Config], where: str) -> Config:
     """A table as the Struct it should be. Raises ConfigError."""
-    for fault in _faults(table, inspect.type_info(kind), ()):
+    for fault in _faults(table, _type_info(kind), ()):
         raise ConfigError(where, fault)
     try:
         return msgspec.convert(table, kind, dec_hook=_path)

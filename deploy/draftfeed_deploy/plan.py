@@ -97,6 +97,8 @@ class Moved(NamedTuple):
 class Limits(NamedTuple):
     """Rates of one replica against what its GPUs can do."""
 
+    gpus_used: float
+    """Share of the node's that the replicas take."""
     prefill_flops: float
     prefill_of_peak: float
     output_bound_tokens_per_second: float
@@ -325,6 +327,7 @@ def _limits(inputs: Inputs, volume: Volume, times: Times) -> Limits:
     passes = bandwidth / inputs.target.weights_bytes
     implied = volume.prompt_tokens / times.prefill if rates.prefill_share else 0.0
     return Limits(
+        gpus_used=layout.replicas * layout.gpus_per_replica / hardware.gpus,
         prefill_flops=flops,
         prefill_of_peak=flops / (hardware.flops * layout.gpus_per_replica),
         output_bound_tokens_per_second=passes * layout.batch * layout.tokens_per_pass,

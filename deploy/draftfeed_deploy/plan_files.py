@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from draftfeed_deploy import config, plan_measured, plan_target
 from draftfeed_deploy.errors import ConfigError
-from draftfeed_deploy.plan_inputs import PLACES, REASONS, Inputs, Measured
+from draftfeed_deploy.plan_inputs import PLACES, REASONS, Inputs, Measured, filled
 
 Table = dict[str, Any]
 SCENARIOS = Path(str(package_files("draftfeed_deploy").joinpath("scenarios")))
@@ -43,6 +43,8 @@ class Case(Struct, frozen=True):
 
     name: str
     inputs: Inputs
+    stated: Inputs
+    """The same before `filled`."""
     assumptions: dict[str, Assumption]
     doubts: tuple[str, ...] = ()
     """Why the benchmark may not be one of this plan's target."""
@@ -78,9 +80,11 @@ def load(
         notes |= _apply_measured(table, running, "this run", fixed)
     tables = {name: part for name, part in table.items() if isinstance(part, dict)}
     given = {f"{name}.{key}" for name, part in tables.items() for key in part}
-    inputs = _complete(config.build(table, Inputs, str(path)), str(path))
+    stated = config.build(table, Inputs, str(path))
+    _check(stated, str(path))
+    inputs = filled(stated)
     doubts = plan_measured.doubts(read, inputs, str(benchmark)) if read is not None else ()
-    return Case(path.stem, inputs, _assumptions(inputs, given, notes), tuple(doubts))
+    return Case(path.stem, inputs, stated, _assumptions(inputs, given, notes), tuple(doubts))
 
 
 def _path(name: str) -> Path:
@@ -164,21 +168,13 @@ def _apply_measured(
     return notes
 
 
-def _complete(inputs: Inputs, where: str) -> Inputs:
-    """Fills in what follows from the rest."""
-    work, target, training = inputs.workload, inputs.target, inputs.training
-    if target.hidden_size is None:
+def _check(inputs: Inputs, where: str) -> None:
+    """What fields alone do not tell. Raises ConfigError."""
+    work = inputs.workload
+    if inputs.target.hidden_size is None:
         raise ConfigError(where, "target.hidden_size is needed, or target.config to read it from")
     if work.longest_tokens < work.prompt_tokens + work.response_tokens:
         raise ConfigError(where, "workload.longest_tokens is less than a sample of mean length")
-    tokens = work.prompts * work.prompt_tokens
-    replace = msgspec.structs.replace
-    return replace(
-        inputs,
-        workload=replace(work, prompts_bytes=work.prompts_bytes or 4 * tokens),
-        target=replace(target, parameters=target.parameters or target.weights_bytes / 2),
-        training=replace(training, flops=training.flops or inputs.hardware.flops),
-    )
 
 
 def _assumptions(

@@ -7,6 +7,7 @@ are plain SI units: bytes, seconds, tokens per second.
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 Positive = Annotated[float, Meta(ge=1e-9, le=1e21)]
 Fraction = Annotated[float, Meta(ge=1e-9, le=1)]
@@ -194,6 +195,18 @@ class Inputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prices: Prices = Prices()
     measured: Measured = Measured()
     claims: tuple[Claim, ...] = ()
+
+
+def filled(inputs: Inputs) -> Inputs:
+    """With what follows from the rest in the place of None."""
+    work, target, training = inputs.workload, inputs.target, inputs.training
+    tokens = work.prompts * work.prompt_tokens
+    return replace(
+        inputs,
+        workload=replace(work, prompts_bytes=work.prompts_bytes or 4 * tokens),
+        target=replace(target, parameters=target.parameters or target.weights_bytes / 2),
+        training=replace(training, flops=training.flops or inputs.hardware.flops),
+    )
 
 
 REASONS = {

@@ -10,17 +10,19 @@ from msgspec import Struct
 from draftfeed_deploy import plan_files
 from draftfeed_deploy.plan import Plan, plan
 from draftfeed_deploy.plan_claims import Judged, judge
+from draftfeed_deploy.plan_drivers import Sensitivity, drivers, sensitivities
 from draftfeed_deploy.plan_files import Case
 from draftfeed_deploy.plan_findings import Finding, findings
 from draftfeed_deploy.plan_inputs import Measured
 from draftfeed_deploy.plan_results import Result, results
-from draftfeed_deploy.plan_sensitivity import Sensitivity, sensitivities
 
 
 class Outcome(Struct, frozen=True):
     case: Case
     plan: Plan
     results: list[Result]
+    drivers: dict[str, tuple[str, ...]]
+    """Keys of the assumptions that move a result, by its key."""
     findings: list[Finding]
     sensitivities: list[Sensitivity]
     claims: list[Judged]
@@ -40,8 +42,9 @@ def outcome(
         case=case,
         plan=planned,
         results=results(inputs, planned),
+        drivers=drivers(case.stated, case.assumptions),
         findings=findings(inputs, planned, case.doubts),
-        sensitivities=sensitivities(inputs, case.assumptions),
+        sensitivities=sensitivities(case.stated, case.assumptions),
         claims=judge(
             case,
             lambda more: plan_files.load(name, more),
@@ -56,7 +59,13 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "scenario": outcome.case.name,
         "title": outcome.case.inputs.title,
         "bottleneck": outcome.plan.times.bottleneck,
-        "results": {result.key: result for result in outcome.results},
+        "results": {
+            result.key: {
+                **msgspec.structs.asdict(result),
+                "inputs": outcome.drivers[result.key],
+            }
+            for result in outcome.results
+        },
         "assumptions": outcome.case.assumptions,
         "findings": outcome.findings,
         "sensitivity": outcome.sensitivities,

@@ -5,11 +5,17 @@ four options, and took prefill for ten percent of everything.
 """
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from draftfeed_deploy.cli import main
+from draftfeed_deploy.plan import plan
+from draftfeed_deploy.plan_files import load
+from draftfeed_deploy.plan_outcome import as_json, outcome
+from draftfeed_deploy.plan_results import results
+from draftfeed_deploy.plan_units import plain
 
 Report = dict[str, Any]
 
@@ -253,25 +259,96 @@ def test_sensitivity_is_sorted_and_is_what_the_plan_would_say(capsys: pytest.Cap
     assert "hardware.memory_bytes" not in by_key
 
 
-def test_every_result_names_what_drives_it(capsys: pytest.CaptureFixture[str]):
-    found = report(capsys, "a-pro6000", "rates.prefill_share=0.1")
-    assumptions = found["assumptions"]
-    for result in found["results"].values():
-        assert set(result["inputs"]) <= set(assumptions)
+PRICED = (
+    "prices.generating_node_per_hour=10",
+    "prices.training_node_per_hour=30",
+    "prices.storage_per_terabyte_month=20",
+)
+VARIED: list[tuple[str, tuple[str, ...]]] = [
+    ("a-pro6000", PRICED),
+    ("b-split", ("stream.link_bits_per_second=3e9", "rates.prefill_share=0.1", *PRICED)),
+    ("c-b200-shared", ("workload.prompts_bytes=3e9", "training.samples_per_second=9")),
+    ("e-replay", PRICED),
+    ("pro6000-measured", ("stream.link_bits_per_second=1e9",)),
+]
+CHOICES: dict[str, tuple[str, ...]] = {
+    "layout.capture": ("live", "prefill"),
+    "layout.later_epochs": ("generate", "replay", "prefill"),
+    "layout.training": ("streamed", "after"),
+}
+
+
+def others(key: str, value: Any) -> list[Any]:
+    """Of a choice all, of a number some, none of a name."""
+    if key in CHOICES:
+        return [one for one in CHOICES[key] if one != value]
+    if isinstance(value, bool):
+        return [str(not value).lower()]
+    if isinstance(value, str) or value is None:
+        return []
+    return [0.7 * value, min(1.0, 1.4 * value) if value < 1 else 1.4 * value]
+
+
+@pytest.mark.parametrize(("scenario", "settings"), VARIED)
+def test_a_result_that_an_assumption_moves_names_it(scenario: str, settings: tuple[str, ...]):
+    """Some named none of what they rest on, and some assumptions were printed nowhere."""
+    found = as_json(outcome(scenario, settings))
+    moved: set[tuple[str, str]] = set()
+    for key, assumed in found["assumptions"].items():
+        for other in others(key, assumed.value):
+            inputs = load(scenario, [*settings, f"{key}={other}"]).inputs
+            after = {one.key: one.value for one in results(inputs, plan(inputs))}
+            moved |= {
+                (name, key)
+                for name, result in found["results"].items()
+                if after.get(name) != pytest.approx(result["value"], rel=1e-9)
+            }
+    named = {(name, key) for name, one in found["results"].items() for key in one["inputs"]}
+    assert moved <= named
+    assert {name for name, _ in named} == set(found["results"])
+    assert len(moved) > 150
+
+
+def test_what_drives_the_days_and_the_stream_is_what_one_would_expect(
+    capsys: pytest.CaptureFixture[str],
+):
+    found = report(capsys, "b-split")["results"]
+    lengths = {"workload.prompt_tokens", "workload.response_tokens"}
+    rates = {
+        "rates.output_tokens_per_second",
+        "rates.prefill_tokens_per_second",
+        "rates.output_includes_prefill",
+        "layout.replicas",
+        "layout.capture",
+    }
+    work = {"workload.prompts", "workload.epochs", "layout.later_epochs", *lengths}
+    row = {"target.hidden_size", "target.tapped_layers"}
+    assert set(found["generation_seconds"]["inputs"]) == work | rates
+    assert set(found["stream_bytes_per_second"]["inputs"]) == lengths | rates | row
+    assert set(found["link_bits_needed"]["inputs"]) == (
+        lengths | rates | row | {"layout.later_epochs", "layout.network"}
+    ) | {"stream.ratio", "stream.headroom"}
+
+
+def test_what_follows_from_an_assumption_is_varied_with_it(capsys: pytest.CaptureFixture[str]):
+    """The prompt file's size and the trainer's peak are taken from others where nothing is said."""
+    settings = ("layout.data_is_there=false", "training.samples_per_second=1e9")
+    moved = report(capsys, "a-pro6000", *settings)["results"]["moved_bytes"]["inputs"]
+    assert {"workload.prompts", "workload.prompt_tokens", "workload.prompts_bytes"} <= set(moved)
+    own = report(capsys, "c-b200-shared")["results"]["moved_bytes"]["inputs"]
+    assert "workload.prompts" not in own
+    slower, base = (report(capsys, "a-pro6000", *more) for more in (("hardware.flops=320e12",), ()))
+    by_key = {one["key"]: one for one in base["sensitivity"]}
+    less = by_key["hardware.flops"]["less_seconds"]
+    assert less == pytest.approx(value(slower, "elapsed_seconds"))
+    assert less > value(base, "elapsed_seconds")
+
+
+def test_each_assumption_says_where_it_is_from(capsys: pytest.CaptureFixture[str]):
+    assumptions = report(capsys, "a-pro6000")["assumptions"]
     assert assumptions["stream.ratio"]["source"] == "default"
     assert "docs/status.md" in assumptions["stream.ratio"]["note"]
     assert assumptions["layout.replicas"]["source"] == "given"
-
-
-@pytest.mark.parametrize("key", ["stream.ratio", "layout.swap_minutes", "workload.prompts"])
-def test_a_driver_that_is_named_does_drive(capsys: pytest.CaptureFixture[str], key: str):
-    name, field = key.split(".")
-    before = report(capsys, "b-split")
-    named = [one for one in before["results"].values() if key in one["inputs"]]
-    more = 2 * before["assumptions"][key]["value"]
-    after = report(capsys, "b-split", f"{name}.{field}={more}")
-    assert named
-    assert all(after["results"][one["key"]]["value"] != one["value"] for one in named)
 
 
 def test_the_table_shows_assumptions_beside_results_and_claims_below(
@@ -279,14 +356,28 @@ def test_the_table_shows_assumptions_beside_results_and_claims_below(
 ):
     assert main(["plan", "--scenario", "a-pro6000"]) == 0
     text = capsys.readouterr().out
-    (line,) = [line for line in text.splitlines() if "the same, encoded" in line]
-    assert "26.2 TB" in line
-    assert "stream.ratio 1.48 (default: SmolLM2-135M, docs/status.md)" in line
+    lines = text.splitlines()
+    (begin,) = [i for i, line in enumerate(lines) if "the same, encoded" in line]
+    (end,) = [i for i, line in enumerate(lines) if "all epochs, encoded" in line]
+    assert "26.2 TB" in lines[begin]
+    assert "given: workload.prompts 914,000; workload.prompt_tokens 328;" in lines[begin]
+    assert lines[end - 1].endswith("default: stream.ratio 1.48 (SmolLM2-135M, docs/status.md)")
     assert (
         "claimed 6.98 d; on its terms 6.982, reproduced; by this plan 7.388 d, which differs"
         in text
     )
-    assert max(map(len, text.splitlines())) < 160
+    assert max(map(len, lines)) < 160
+
+
+@pytest.mark.parametrize(("scenario", "settings"), VARIED)
+def test_every_assumption_is_printed(
+    capsys: pytest.CaptureFixture[str], scenario: str, settings: tuple[str, ...]
+):
+    changes = [word for setting in settings for word in ("--set", setting)]
+    assert main(["plan", scenario, *changes]) == 0
+    text = capsys.readouterr().out
+    for key, one in report(capsys, scenario, *settings)["assumptions"].items():
+        assert (f" {key} {plain(one['value'])}" in text) == (one["value"] is not None)
 
 
 def test_several_side_by_side(capsys: pytest.CaptureFixture[str]):
@@ -297,6 +388,12 @@ def test_several_side_by_side(capsys: pytest.CaptureFixture[str]):
     (row,) = [line for line in rest if line.startswith("archive_bytes")]
     assert row.split(maxsplit=1)[1].split("  ")[0] == "0 B"
     assert "26.2 TB" in row
+    (differs,) = [line for line in rest if "layout.later_epochs" in line]
+    given = ["generate (default)", "replay (given)", "prefill (given)"]
+    assert re.split("  +", differs.strip())[1:] == given
+    same = " ".join(line.strip() for line in rest)
+    assert "layout.replicas 4; rates.output_tokens_per_second 1,250;" in same
+    assert "layout.training streamed" in same
 
 
 def test_the_list_has_every_option(capsys: pytest.CaptureFixture[str]):

@@ -159,7 +159,8 @@ def test_text_says_it_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert "; between " in lines[2]
     row = next(line for line in lines if line.startswith("  workload.response_tokens"))
     assert re.fullmatch(r"  workload\.response_tokens +500 +60\d(\.\d)? +1\.20", row)
-    assert any("(measured: this run, assumed 500)" in line for line in lines)
+    beside = "measured: workload.response_tokens 60"
+    assert any(beside in line and "(this run, assumed 500)" in line for line in lines)
 
 
 def test_beginning_is_too_early_and_replaces_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,8 @@ def test_a_command_prints_what_the_page_shows(
 
 
 def test_there_are_sessions():
-    assert [command.split()[1] for command, _ in SESSIONS] == ["--list", "--scenario", "--scenario"]
+    commands = [command.split()[1] for command, _ in SESSIONS]
+    assert commands == ["--list", "--scenario", "--scenario", "--scenario"]
 
 
 def test_the_claims_that_are_shown_are_printed(capsys: pytest.CaptureFixture[str]):
