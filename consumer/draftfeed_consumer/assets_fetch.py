@@ -244,7 +244,7 @@ class _Download:
                 if not self._listed:
                     self._listed = True
                     self._moved_at = time.monotonic()
-                    line.attach(self._moved_at)
+                    line.attach()
             case m.AssetPiece():
                 return self._checked(message, frame)
             case m.Refused(code="preparing" | "busy"):

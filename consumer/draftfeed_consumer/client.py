@@ -111,6 +111,7 @@ class Client:
         self._at_work_changed = False
         self._failed = False
         self._turned_at = time.monotonic()
+        self._cut, self._link_down_seconds = False, 0.0
         self._over = False
         """The loop has ended, as it should or with a failure that is known."""
         self._finished = False
@@ -202,7 +203,7 @@ class Client:
         must = [p for p in producers if p.state not in ("done", "out") and p.term]
         return self._counts._replace(
             attached=bool(must) and self.granted.is_set() and all(p.attached for p in must),
-            link_down_seconds=max((p.link_down_seconds for p in producers), default=0.0),
+            link_down_seconds=self._link_down_seconds,
             turn_seconds=0.0 if self._over else time.monotonic() - self._turned_at,
             producers=producers,
         )
@@ -210,7 +211,6 @@ class Client:
     def _producer_statistics(self) -> tuple[ProducerStatistics, ...]:
         if self._member is None:
             return ()
-        now = time.monotonic()
         return tuple(
             ProducerStatistics(
                 address=peer.address,
@@ -218,9 +218,9 @@ class Client:
                 attached=peer.attached,
                 term=peer.term,
                 offers=len(session.offers) if (session := peer.reception) else 0,
-                granted_bytes=peer.granted_bytes,
+                due_bytes=session.due_bytes if session else 0,
+                logical_bytes=peer.logical_bytes,
                 wire_bytes=self._lines[peer.address].wire_bytes,
-                link_down_seconds=self._lines[peer.address].down_seconds(now),
             )
             for peer in self._member.peers
         )
@@ -258,7 +258,7 @@ class Client:
     def _serve(self, context: "zmq.Context[zmq.Socket[bytes]]", member: Membership) -> None:
         try:
             while not (self._closing.is_set() or self._finished):
-                self._turned_at = time.monotonic()
+                self._turn(member)
                 self._connect(context, member)
                 self._wait()
                 for line in self._lines.values():
@@ -272,6 +272,14 @@ class Client:
             self._say_goodbye(member)
         if not self._finished:
             raise StreamClosed
+
+    def _turn(self, member: Membership) -> None:
+        now = time.monotonic()
+        if self._cut:
+            self._link_down_seconds += now - self._turned_at
+        self._turned_at = now
+        lines = self._lines.values()
+        self._cut = any(line.cut and member.peer(line.address).wanted for line in lines)
 
     def _say_goodbye(self, member: Membership) -> None:
         """And stay for a moment: a producer that finds us gone while it answers what we gave back
@@ -320,7 +328,7 @@ class Client:
             self._lose(member, line, str(error))
         if member.peer(line.address).attached and not line.attached:
             logger.info("attached to %s, term %d", line.address, member.peer(line.address).term)
-            line.attach(time.monotonic())
+            line.attach()
 
     def _count(
         self, line: Line, _: m.FromProducer, frame: memoryview | None, wire_bytes: int

@@ -39,7 +39,11 @@ class Line:
         """When the link was begun, or asked for the stream."""
         self._down_since = now
         self._reported_at = now - REPORT_SECONDS
-        self._down_seconds = 0.0
+
+    @property
+    def cut(self) -> bool:
+        """The producer was attached, and is not."""
+        return self.was_attached and not self.attached
 
     def due(self, now: float) -> bool:
         return self.link is None and now >= self._retry_at
@@ -67,12 +71,9 @@ class Line:
     def asked(self, now: float) -> None:
         self._since = now
 
-    def attach(self, now: float) -> None:
+    def attach(self) -> None:
         """The producer granted the stream."""
-        down = now - self._down_since if not self.attached and self.was_attached else 0.0
-        # In this order: whoever reads meanwhile must not count the pause twice.
         self.attached = self.was_attached = True
-        self._down_seconds += down
         self._attempts = 0
         self._closing_reason = None
 
@@ -91,7 +92,7 @@ class Line:
     def lost(self, after_seconds: float, now: float) -> StreamError | None:
         """The error of having waited too long for a producer that was there."""
         down_seconds = now - self._down_since
-        if self.attached or not self.was_attached or down_seconds <= after_seconds:
+        if not self.cut or down_seconds <= after_seconds:
             return None
         if self._closing_reason is not None:
             return ProducerClosing(self.address, self._closing_reason)
@@ -104,7 +105,3 @@ class Line:
             return False
         self._reported_at = now
         return True
-
-    def down_seconds(self, now: float) -> float:
-        going_on = now - self._down_since if self.was_attached and not self.attached else 0.0
-        return self._down_seconds + going_on

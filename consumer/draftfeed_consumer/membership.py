@@ -23,7 +23,7 @@ from draftfeed_consumer.attachment import Attachment, Options
 from draftfeed_consumer.errors import BufferTooSmall, StreamRefused
 from draftfeed_consumer.ledger import Ledger, LedgerState
 from draftfeed_consumer.peer import Peer
-from draftfeed_consumer.reception import REASON_CHARS, Reply, Room
+from draftfeed_consumer.reception import REASON_CHARS, Received, Reply, Room
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import ProtoError, UnknownCodec
 from draftfeed_proto.ids import IdSet, SampleId
@@ -159,6 +159,8 @@ class Membership(Attachment):
             if self.draining:
                 return []
         answers = peer.session.received(message, frame)
+        samples = [answer.sample for answer in answers if isinstance(answer, Received)]
+        peer.logical_bytes += sum(sample.hidden_states.nbytes for sample in samples)
         actions: list[Action] = [
             Say(peer.address, a.message) if isinstance(a, Reply) else Deliver(a.sample)
             for a in answers

@@ -29,7 +29,9 @@ class Peer:
         self.opened = False
         """It has accepted our checkpoint once."""
         self.granted_bytes = 0
-        """Decoded, asked for since the process began."""
+        """Decoded, asked for since the process began; one that comes late starts level."""
+        self.logical_bytes = 0
+        """Decoded, of samples that it gave since the process began."""
         self.acknowledged = 0
         self.commit_said = 0
         """Numbers of commits: acknowledged by it, and said in this session."""

@@ -70,6 +70,11 @@ class Reception:
     def due(self) -> list[SampleId]:
         return list(self._due)
 
+    @property
+    def due_bytes(self) -> int:
+        """Decoded. Other threads may ask."""
+        return sum(list(self._due.values()))
+
     def received(self, message: m.FromProducer, frame: memoryview | None) -> list[Reply | Received]:
         """Of this session. Raises ProtoError when the producer breaks the protocol."""
         match message:

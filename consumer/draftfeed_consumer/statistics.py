@@ -12,11 +12,12 @@ class ProducerStatistics(NamedTuple):
     """In which it granted the stream; 0 = not yet."""
     offers: int
     """Samples it has ready and there is no room for."""
-    granted_bytes: int
-    """Decoded, asked for since the process began."""
+    due_bytes: int
+    """Decoded, asked for and not complete."""
+    logical_bytes: int
+    """Decoded, of samples received since the process began."""
     wire_bytes: int
     """Read from its sockets."""
-    link_down_seconds: float
 
 
 class ClientStatistics(NamedTuple):
@@ -29,7 +30,7 @@ class ClientStatistics(NamedTuple):
     """Of chunk frames only."""
     wire_bytes: int
     link_down_seconds: float
-    """Of the producer that was away longest."""
+    """Time in which a producer was away that had been attached, and was still needed."""
     turn_seconds: float = 0.0
     """Since the client's loop last came round; more than a few say that it hangs. 0 when it has
     ended."""

@@ -2,8 +2,9 @@
 `draftfeed_consumer_*`: bytes, seconds, samples and tokens, counters since the process began."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
@@ -45,7 +46,7 @@ class Snapshots(Collector):
         match now:
             case ProducerSnapshot():
                 yield _info("producer", self._identity())
-                yield from producer_metrics(now, self._identity().descriptor)
+                yield from producer_metrics(now)
             case ConsumerSnapshot():
                 yield _info("consumer", self._identity())
                 yield from consumer_metrics(now)
@@ -77,114 +78,57 @@ def _info(service: str, identity: Identity) -> Metric:
     )
 
 
-def producer_metrics(now: ProducerSnapshot, stream: Descriptor | None) -> Iterator[Metric]:
-    p = "draftfeed_producer_"
-    yield _states(p + "phase", "What it is doing: 1 for the phase it is in.", PHASES, now.phase)
-    yield _gauge(p + "prompts", "Prompts of the shards that it owns.", now.prompts)
-    if now.prompts:
-        yield from _remembered(p, now)
-    yield _counter(p + "generated_samples", "Samples finished.", now.samples)
-    yield _counter(p + "generated_tokens", "Tokens of responses.", now.response_tokens)
-    yield _lengths(p + "response_tokens", now)
-    yield _counter(
-        p + "generating_seconds",
-        "Time in which the engine was there and prompts were left, with its pauses.",
-        now.generating_seconds,
-    )
-    yield _counter(p + "fed_tokens", "Tokens fed to the target in finished samples.", now.tokens)
-    yield _counter(p + "captured_rows", "Rows captured, of unfinished samples too.", now.captured)
-    yield _counter(
-        p + "recaptured_samples", "Samples that lacked rows, made again.", now.recaptured
-    )
-    yield _counter(p + "logical_bytes", "Hidden states as the target made them.", now.logical_bytes)
-    yield _counter(p + "encoded_bytes", "Those samples, compressed.", now.encoded_bytes)
-    yield _counter(
-        p + "sent_bytes",
-        "Handed to the socket, by member: chunks, messages, what was sent again.",
-        dict(now.sent_bytes),
-        "member",
-    )
-    yield _gauge(
-        p + "credit_bytes",
-        "What a member has room for and has not been sent.",
-        dict(now.credit_bytes),
-        "member",
-    )
-    yield _counter(
-        p + "asset_bytes",
-        "Of the target's files, sent to trainers; not among sent_bytes.",
-        now.asset_bytes,
-    )
-    yield _gauge(p + "members", "Ranks that have a session.", len(now.members))
-    yield _gauge(p + "spool_bytes", "Of the spool on the disk.", now.spool_bytes)
-    yield _gauge(p + "spool_quota_bytes", "What the spool may take.", now.spool_quota_bytes)
-    yield _gauge(
-        p + "spool_capacity_bytes",
-        "To what the spool can grow, by its quota or the disk, whichever ends first.",
-        now.spool_capacity_bytes,
-    )
-    yield _gauge(
-        p + "spool_paused",
-        "1 when no prompts are admitted for want of space.",
-        bool(now.alarm) and not now.quality_closed,
-    )
-    yield _gauge(
-        p + "oldest_uncommitted_seconds",
-        "Age of the oldest sample that no durable checkpoint has.",
-        now.oldest_uncommitted_seconds,
-    )
-    yield _gauge(
-        p + "commit_age_seconds",
-        "Since the last commit; since the start of the process before the first.",
-        now.commit_age_seconds,
-    )
-    yield _counter(p + "commits", "Durable checkpoints of the trainer.", now.commits)
-    yield _gauge(p + "term", "Rises when another consumer takes the stream.", now.term)
-    yield _counter(p + "swaps", "Consumers that took the stream from another.", now.swaps)
-    yield _counter(
-        p + "stall_seconds",
-        "Time in which nothing moved, by cause: spool_full, no_credit.",
-        now.stall_seconds,
-        "cause",
-    )
-    yield from _quality(p + "quality_", now)
-    yield _gauge(p + "loop_age_seconds", LOOP_AGE, now.loop_age_seconds)
-    yield from _layers(p, now, stream)
+Value = float | int | bool
+Values = Value | Mapping[str, Value] | Mapping[tuple[str, ...], Value]
+S = TypeVar("S", ProducerSnapshot, ConsumerSnapshot)
 
 
-def _remembered(p: str, now: ProducerSnapshot) -> Iterator[Metric]:
-    """What the spool knows from before. It is left out until the spool is read: a step from zero
-    would look as if all that happened now."""
-    yield _gauge(
-        p + "samples",
-        "Where samples are. leased and spooled end as trained or as one of the others.",
-        {
-            "trained": now.committed,
-            "leased": now.leased,
-            "spooled": now.spooled,
-            **{state: now.ended.get(state, 0) for state in ("rejected", "quarantined", "tail")},
-        },
-        "state",
-    )
-    yield _counter(
-        p + "regenerated_samples",
-        "Samples made again because the first record was damaged or lost, since the spool began.",
-        now.regenerated,
-    )
+@dataclass(frozen=True)
+class Row(Generic[S]):
+    """A metric, and where its value is in a snapshot."""
+
+    name: str
+    words: str
+    value: Callable[[S], Values | None]
+    """A number; or numbers by the value of its label, or of its labels. None: it is left out."""
+    labels: tuple[str, ...] = ()
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily
+
+    def family(self, prefix: str, now: S) -> Metric | None:
+        found = self.value(now)
+        if found is None:
+            return None
+        family = self.kind(prefix + self.name, self.words, labels=self.labels)
+        if not isinstance(found, Mapping):
+            family.add_metric([], float(found))
+            return family
+        for key, one in found.items():
+            family.add_metric([key] if isinstance(key, str) else key, float(one))
+        return family
 
 
-def _quality(p: str, now: ProducerSnapshot) -> Iterator[Metric]:
-    yield _gauge(
-        p + "window_samples", "Finished samples that the gate looks at.", now.quality_window
-    )
-    yield _gauge(
-        p + "degenerate_samples",
-        "Of those: stopped at once, short, the same for many prompts, thinking without an end.",
-        now.quality_degenerate,
-    )
-    yield _gauge(
-        p + "gate_closed", "1 when no prompt is begun because of those.", now.quality_closed
-    )
+def _counter(name: str, words: str, value: Callable[[S], Values | None], *labels: str) -> Row[S]:
+    return Row(name, words, value, labels, CounterMetricFamily)
+
+
+def _gauge(name: str, words: str, value: Callable[[S], Values | None], *labels: str) -> Row[S]:
+    return Row(name, words, value, labels)
+
+
+def _families(rows: Iterable[Row[S]], prefix: str, now: S) -> Iterator[Metric]:
+    for row in rows:
+        if (family := row.family(prefix, now)) is not None:
+            yield family
+
+
+def producer_metrics(now: ProducerSnapshot) -> Iterator[Metric]:
+    prefix = "draftfeed_producer_"
+    yield from _families(PRODUCER, prefix, now)
+    yield _lengths(prefix + "response_tokens", now)
+
+
+def consumer_metrics(now: ConsumerSnapshot) -> Iterator[Metric]:
+    yield from _families(CONSUMER, "draftfeed_consumer_", now)
 
 
 def _lengths(name: str, now: ProducerSnapshot) -> Metric:
@@ -202,116 +146,226 @@ def layer_names(stream: Descriptor | None) -> list[str]:
     return [*map(str, stream.layer_ids), *(["final"] if stream.final != "none" else [])]
 
 
-def _layers(p: str, now: ProducerSnapshot, stream: Descriptor | None) -> Iterator[Metric]:
-    names = layer_names(stream)
-    values = CounterMetricFamily(
-        p + "values",
-        "Values that are not what the target computed (saturated, inexact) or no numbers.",
-        labels=["layer", "kind"],
-    )
-    zeros = CounterMetricFamily(p + "zero_rows", "Rows of zeros.", labels=["layer"])
-    for kind, counts in (
+def _samples(now: ProducerSnapshot) -> Values | None:
+    """What the spool knows from before is left out until the spool is read: a step from zero would
+    look as if all that happened now."""
+    if not now.prompts:
+        return None
+    ended = {state: now.ended.get(state, 0) for state in ("rejected", "quarantined", "tail")}
+    return {"trained": now.committed, "leased": now.leased, "spooled": now.spooled, **ended}
+
+
+def _values(now: ProducerSnapshot) -> Values:
+    kinds = (
         ("saturated", now.saturated),
         ("nonfinite", now.nonfinite or []),
         ("inexact", now.inexact),
-    ):
-        for layer, count in _by_layer(names, counts):
-            values.add_metric([layer, kind], count)
-    for layer, count in _by_layer(names, now.zero_rows or []):
-        zeros.add_metric([layer], count)
-    yield values
-    yield zeros
+    )
+    found: dict[tuple[str, ...], int] = {
+        (layer, kind): count
+        for kind, counts in kinds
+        for layer, count in _by_layer(now.layers, counts).items()
+    }
+    return found
 
 
-def _by_layer(names: list[str], counts: list[int]) -> Iterator[tuple[str, int]]:
+def _by_layer(layers: list[str], counts: list[int]) -> dict[str, int]:
     """Zeros before the first sample: a counter that begins above zero has risen unseen."""
-    return zip(names, counts or [0] * len(names), strict=False)
+    return dict(zip(layers, counts or [0] * len(layers), strict=False))
 
 
-def consumer_metrics(now: ConsumerSnapshot) -> Iterator[Metric]:
-    p = "draftfeed_consumer_"
-    yield _gauge(p + "attached", "1 when every producer that must be there is.", now.attached)
-    links = GaugeMetricFamily(
-        p + "link", "The link to a producer: 1 for its state.", labels=["producer", "state"]
-    )
-    for address, state in now.producers.items():
-        for one in LINK_STATES:
-            links.add_metric([address, one], one == state)
-    yield links
-    yield _gauge(p + "term", "The term in which the stream was granted.", now.term)
-    yield _gauge(p + "draining", "1 when it is ending with everything committed.", now.draining)
-    yield _counter(p + "received_samples", "Samples received whole.", now.samples)
-    yield _counter(p + "received_tokens", "Rows of those.", now.tokens)
-    yield _counter(p + "logical_bytes", "Hidden states of those, decoded.", now.logical_bytes)
-    yield _counter(p + "encoded_bytes", "Chunks received.", now.encoded_bytes)
-    yield _counter(
-        p + "received_bytes",
-        "Read from the socket, by producer.",
-        dict(now.received_bytes),
-        "producer",
-    )
-    yield _counter(
-        p + "granted_bytes",
-        "Decoded, that a producer was told there is room for.",
-        dict(now.granted_bytes),
-        "producer",
-    )
-    yield _gauge(p + "loop_age_seconds", LOOP_AGE, now.loop_age_seconds)
-    yield _gauge(
-        p + "offered_samples",
-        "Samples that a producer has ready and there is no room for.",
-        dict(now.offered),
-        "producer",
-    )
-    yield _gauge(p + "buffer_bytes", "Decoded samples that wait or are used.", now.buffer_bytes)
-    yield _gauge(p + "buffer_capacity_bytes", "What those may take.", now.buffer_capacity_bytes)
-    yield _gauge(p + "held_samples", "Received, not yet trained.", now.held)
-    yield _counter(p + "trained_samples", "Samples an optimizer step has used.", now.trained)
-    yield _counter(p + "rejected_samples", "Samples that are not trained.", now.rejected)
-    yield _gauge(p + "step", "The trainer's optimizer step.", now.step)
-    if now.loss is not None:
-        yield _gauge(p + "loss", "What the trainer said of its last step.", now.loss)
-    yield _gauge(
-        p + "commit_lag_samples",
-        "Trained samples that no durable checkpoint has.",
-        now.uncommitted,
-    )
-    yield _counter(
-        p + "stall_seconds",
-        "Time in which nothing moved, by cause: buffer_empty, link_down.",
-        now.stall_seconds,
+def _links(now: ConsumerSnapshot) -> Values:
+    found: dict[tuple[str, ...], bool] = {
+        (address, state): state == current
+        for address, current in now.producers.items()
+        for state in LINK_STATES
+    }
+    return found
+
+
+_MADE: tuple[Row[ProducerSnapshot], ...] = (
+    _gauge(
+        "phase",
+        "What it is doing: 1 for the phase it is in.",
+        lambda now: {phase: phase == now.phase for phase in PHASES},
+        "phase",
+    ),
+    _gauge("prompts", "Prompts of the shards that it owns.", lambda now: now.prompts),
+    _gauge(
+        "samples",
+        "Where samples are. leased and spooled end as trained or as one of the others.",
+        _samples,
+        "state",
+    ),
+    _counter("generated_samples", "Samples finished.", lambda now: now.samples),
+    _counter("generated_tokens", "Tokens of responses.", lambda now: now.response_tokens),
+    _counter(
+        "generating_seconds",
+        "Time in which the engine was there and prompts were left, with its pauses.",
+        lambda now: now.generating_seconds,
+    ),
+    _counter("fed_tokens", "Tokens fed to the target in finished samples.", lambda now: now.tokens),
+    _counter(
+        "captured_rows", "Rows captured, those of unfinished samples too.", lambda now: now.captured
+    ),
+    _counter(
+        "recaptured_samples", "Samples that lacked rows, made again.", lambda now: now.recaptured
+    ),
+    _counter(
+        "regenerated_samples",
+        "Samples made again because the first record was damaged or lost, since the spool began.",
+        lambda now: now.regenerated if now.prompts else None,
+    ),
+    _counter(
+        "logical_bytes", "Hidden states as the target made them.", lambda now: now.logical_bytes
+    ),
+    _counter("encoded_bytes", "Those samples, compressed.", lambda now: now.encoded_bytes),
+)
+_SENT: tuple[Row[ProducerSnapshot], ...] = (
+    _counter(
+        "sent_bytes",
+        "Handed to the socket, by member: chunks, messages, what was sent again.",
+        lambda now: now.sent_bytes,
+        "member",
+    ),
+    _counter(
+        "sent_logical_bytes",
+        "Hidden states in those, as the target made them, by member.",
+        lambda now: now.sent_logical_bytes,
+        "member",
+    ),
+    _gauge(
+        "credit_bytes",
+        "Encoded, that a member may be sent before it says that it has received.",
+        lambda now: now.credit_bytes,
+        "member",
+    ),
+    _counter(
+        "asset_bytes",
+        "Of the target's files, sent to trainers; not among sent_bytes.",
+        lambda now: now.asset_bytes,
+    ),
+    _gauge("members", "Ranks that have a session.", lambda now: len(now.members)),
+    _gauge("term", "Rises when another consumer takes the stream.", lambda now: now.term),
+    _counter("swaps", "Consumers that took the stream from another.", lambda now: now.swaps),
+    _counter("commits", "Durable checkpoints of the trainer.", lambda now: now.commits),
+    _gauge(
+        "commit_age_seconds",
+        "Since the last commit; since the start of the process before the first.",
+        lambda now: now.commit_age_seconds,
+    ),
+    _gauge(
+        "oldest_uncommitted_seconds",
+        "Age of the oldest sample that no durable checkpoint has.",
+        lambda now: now.oldest_uncommitted_seconds,
+    ),
+    _counter(
+        "stall_seconds",
+        "Time in which something waited, by cause: prompts for the spool (spool_full), samples for "
+        "room at a member (no_credit) or for what is under way to one (link_full).",
+        lambda now: now.stall_seconds,
         "cause",
-    )
+    ),
+    _gauge("loop_age_seconds", LOOP_AGE, lambda now: now.loop_age_seconds),
+)
+_KEPT: tuple[Row[ProducerSnapshot], ...] = (
+    _gauge("spool_bytes", "Of the spool on the disk.", lambda now: now.spool_bytes),
+    _gauge("spool_quota_bytes", "What the spool may take.", lambda now: now.spool_quota_bytes),
+    _gauge(
+        "spool_capacity_bytes",
+        "To what the spool can grow, by its quota or the disk, whichever ends first.",
+        lambda now: now.spool_capacity_bytes,
+    ),
+    _gauge(
+        "spool_paused",
+        "1 when no prompts are admitted for want of space.",
+        lambda now: bool(now.alarm) and not now.quality_closed,
+    ),
+)
+_RIGHT: tuple[Row[ProducerSnapshot], ...] = (
+    _gauge(
+        "quality_window_samples",
+        "Finished samples that the gate looks at.",
+        lambda now: now.quality_window,
+    ),
+    _gauge(
+        "quality_degenerate_samples",
+        "Of those: stopped at once, short, the same for many prompts, thinking without an end.",
+        lambda now: now.quality_degenerate,
+    ),
+    _gauge(
+        "quality_gate_closed",
+        "1 when no prompt is begun because of those.",
+        lambda now: now.quality_closed,
+    ),
+    _counter(
+        "values",
+        "Values that are not what the target computed (saturated, inexact) or no numbers.",
+        _values,
+        *("layer", "kind"),
+    ),
+    _counter(
+        "zero_rows",
+        "Rows of zeros.",
+        lambda now: _by_layer(now.layers, now.zero_rows or []),
+        "layer",
+    ),
+)
+PRODUCER = (*_MADE, *_SENT, *_KEPT, *_RIGHT)
 
-
-Value = float | int | bool
-
-
-def _gauge(
-    name: str, words: str, value: Value | Mapping[str, Value], label: str | None = None
-) -> Metric:
-    return _family(GaugeMetricFamily, name, words, value, label)
-
-
-def _counter(
-    name: str, words: str, value: Value | Mapping[str, Value], label: str | None = None
-) -> Metric:
-    return _family(CounterMetricFamily, name, words, value, label)
-
-
-def _family(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-    name: str,
-    words: str,
-    value: Value | Mapping[str, Value],
-    label: str | None,
-) -> Metric:
-    family = kind(name, words, labels=[label] if label else [])
-    values = value if isinstance(value, Mapping) else {None: value}
-    for key, one in values.items():
-        family.add_metric([key] if key is not None else [], float(one))
-    return family
-
-
-def _states(name: str, words: str, states: Iterable[str], current: str) -> Metric:
-    return _gauge(name, words, {state: state == current for state in states}, "phase")
+_RECEIVED: tuple[Row[ConsumerSnapshot], ...] = (
+    _gauge("attached", "1 when every producer that must be there is.", lambda now: now.attached),
+    _gauge("link", "The link to a producer: 1 for its state.", _links, "producer", "state"),
+    _gauge("term", "The term in which the stream was granted.", lambda now: now.term),
+    _gauge("draining", "1 when it is ending with everything committed.", lambda now: now.draining),
+    _counter("received_samples", "Samples received whole.", lambda now: now.samples),
+    _counter("received_tokens", "Rows of those.", lambda now: now.tokens),
+    _counter(
+        "logical_bytes",
+        "Hidden states of those, decoded, by producer.",
+        lambda now: now.received_logical_bytes,
+        "producer",
+    ),
+    _counter("encoded_bytes", "Chunks received.", lambda now: now.encoded_bytes),
+    _counter(
+        "received_bytes",
+        "Read from the socket, by producer.",
+        lambda now: now.received_bytes,
+        "producer",
+    ),
+    _gauge(
+        "due_bytes",
+        "Decoded, of samples that a producer was asked for and has not sent whole.",
+        lambda now: now.due_bytes,
+        "producer",
+    ),
+    _gauge(
+        "offered_samples",
+        "Samples that a producer has ready and there is no room for.",
+        lambda now: now.offered,
+        "producer",
+    ),
+    _gauge("loop_age_seconds", LOOP_AGE, lambda now: now.loop_age_seconds),
+)
+_TRAINED: tuple[Row[ConsumerSnapshot], ...] = (
+    _gauge("buffer_bytes", "Decoded samples that wait or are used.", lambda now: now.buffer_bytes),
+    _gauge("buffer_capacity_bytes", "What those may take.", lambda now: now.buffer_capacity_bytes),
+    _gauge("held_samples", "Received, not yet trained.", lambda now: now.held),
+    _counter("trained_samples", "Samples an optimizer step has used.", lambda now: now.trained),
+    _counter("rejected_samples", "Samples that are not trained.", lambda now: now.rejected),
+    _gauge("step", "The trainer's optimizer step.", lambda now: now.step),
+    _gauge("loss", "What the trainer said of its last step.", lambda now: now.loss),
+    _gauge(
+        "commit_lag_samples",
+        "Trained samples that no durable checkpoint has.",
+        lambda now: now.uncommitted,
+    ),
+    _counter(
+        "stall_seconds",
+        "Time in which the trainer waited for a sample (cause buffer_empty), or a producer was "
+        "not attached that had been (link_down).",
+        lambda now: now.stall_seconds,
+        "cause",
+    ),
+)
+CONSUMER = (*_RECEIVED, *_TRAINED)

@@ -73,8 +73,10 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Consumers that were granted the stream, but for the first."""
     sent_bytes: dict[str, int] = {}
     """By member."""
+    sent_logical_bytes: dict[str, int] = {}
+    """By member: the hidden states in those."""
     credit_bytes: dict[str, int] = {}
-    """By member: what it has room for and was not sent."""
+    """By member: encoded, what it may be sent and was not."""
     asset_bytes: int = 0
     """Of the target's files, sent; not among the wire bytes."""
     loop_age_seconds: float = 0.0
@@ -109,8 +111,10 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     buffer_capacity_bytes: int = 0
     received_bytes: dict[str, int] = {}
     """By producer."""
-    granted_bytes: dict[str, int] = {}
-    """By producer: decoded bytes that were asked for."""
+    received_logical_bytes: dict[str, int] = {}
+    """By producer: the hidden states of whole samples."""
+    due_bytes: dict[str, int] = {}
+    """By producer: decoded, asked for and not here yet."""
     loop_age_seconds: float = 0.0
     """Since the loop that moves data last came round."""
     offered: dict[str, int] = {}

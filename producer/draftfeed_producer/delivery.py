@@ -10,7 +10,7 @@ from typing import Any
 
 from draftfeed_producer import answers
 from draftfeed_producer.authority import Authority
-from draftfeed_producer.distribution import Distribution
+from draftfeed_producer.distribution import Distribution, Wait
 from draftfeed_producer.fencing import Fencing
 from draftfeed_producer.session import (
     Action,
@@ -94,8 +94,8 @@ class Delivery:
         return self._out.all_terminal
 
     @property
-    def starved_of_credit(self) -> bool:
-        return self._out.starved_of_credit
+    def waits_for(self) -> Wait | None:
+        return self._out.waits_for
 
     # events of the producer
 

@@ -1,7 +1,7 @@
 """Handing samples out: offers, chunks as credit allows, and the end. No I/O."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from draftfeed_producer.fencing import Fencing
 from draftfeed_producer.session import Action, Member, Send, SendChunk, Session
@@ -12,6 +12,10 @@ from draftfeed_proto.ids import IdSet, SampleId
 OFFERED_SAMPLES = 64
 """Offers the members of a group may have open together, a few each at least."""
 LEAST_OFFERED_SAMPLES = 4
+
+Wait = Literal["no_credit", "link_full"]
+"""What samples wait for. no_credit: members have no room and ask for none. link_full: they have
+asked, and all that they may be sent is under way; who does not read looks the same from here."""
 
 
 class Distribution:
@@ -34,9 +38,14 @@ class Distribution:
         return not self.stock.waiting and not pending
 
     @property
-    def starved_of_credit(self) -> bool:
-        """Samples are there, a member is attached, and it has no room for them."""
-        return any(session.offered or session.granted for session in self.fencing.live)
+    def waits_for(self) -> Wait | None:
+        """Why what is here goes no further; None when nothing is, or nobody is there. Asked when
+        all was sent that could be: a member renews the credit with whatever it receives, so that
+        it runs out where the link is full, and offers stay open where the trainer is."""
+        live = self.fencing.live
+        if any(session.granted or session.sending for session in live):
+            return "link_full"
+        return "no_credit" if any(session.offered for session in live) else None
 
     def next_chunk(self, sender: bytes) -> list[Action]:
         """The next chunk to send to a member, if credit allows one."""

@@ -3,13 +3,16 @@
 The server's thread writes them; others read them whole, as one `DeliveryFigures`.
 """
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from draftfeed_producer.distribution import Wait
 from draftfeed_producer.session import Member
 from draftfeed_producer.stock import Stock
 from draftfeed_proto.ids import SampleId
+from draftfeed_proto.sample import SampleHeader
 
 MAX_MEMBERS = 256
 """Whose bytes are counted apart: names are chosen by peers."""
@@ -28,8 +31,12 @@ class DeliveryFigures(NamedTuple):
     """Consumers that took the stream from another, with --takeover."""
     sent_bytes: tuple[tuple[str, int], ...] = ()
     """By member, frames handed to ZeroMQ."""
+    sent_logical_bytes: tuple[tuple[str, int], ...] = ()
+    """By member, the hidden states in those, decoded."""
     credit_bytes: tuple[tuple[str, int], ...] = ()
-    """By member that has a session: what it has room for and was not sent."""
+    """By member that has a session: encoded, what it may be sent and was not."""
+    wait_seconds: tuple[tuple[str, float], ...] = (("no_credit", 0.0), ("link_full", 0.0))
+    """By what samples waited for."""
 
 
 class Figures:
@@ -41,6 +48,10 @@ class Figures:
         self._committed_at = now
         self._commits = self._swaps = 0
         self._sent: Counter[str] = Counter()
+        self._sent_logical: Counter[str] = Counter()
+        self._waits_for: Wait | None = None
+        self._waits_since = now
+        self._waited: dict[Wait, float] = {"no_credit": 0.0, "link_full": 0.0}
 
     def stored(self, id: SampleId, now: float) -> None:
         self._since.pop(id, None)
@@ -54,9 +65,23 @@ class Figures:
         self._swaps += takeover
 
     def sent(self, member: str, count: int) -> None:
+        """Bytes of its frames."""
         if member not in self._sent and len(self._sent) >= MAX_MEMBERS:
-            del self._sent[next(iter(self._sent))]
+            oldest = next(iter(self._sent))
+            del self._sent[oldest], self._sent_logical[oldest]
         self._sent[member] += count
+
+    def sent_chunk(self, member: str, header: SampleHeader, index: int) -> None:
+        """Each chunk counts for the same share of its sample; all of them for all of it."""
+        size, chunks = 2 * header.rows * header.layers * header.hidden, header.chunks
+        self._sent_logical[member] += size * (index + 1) // chunks - size * index // chunks
+
+    def waits(self, cause: Wait | None) -> None:
+        """What samples wait for from now on."""
+        now = time.monotonic()
+        if self._waits_for is not None:
+            self._waited[self._waits_for] += now - self._waits_since
+        self._waits_for, self._waits_since = cause, now
 
     def now(
         self,
@@ -76,7 +101,9 @@ class Figures:
             commits=self._commits,
             swaps=self._swaps,
             sent_bytes=tuple(self._sent.items()),
+            sent_logical_bytes=tuple(self._sent_logical.items()),
             credit_bytes=tuple(
                 (name, max(0, one.credit_bytes - one.sent_bytes)) for name, one in sessions if one
             ),
+            wait_seconds=tuple(self._waited.items()),
         )

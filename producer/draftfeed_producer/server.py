@@ -71,8 +71,6 @@ class ServerStatistics(NamedTuple):
     """Frames handed to ZeroMQ since the process began."""
     backlog: int
     """Messages waiting for the member to read."""
-    no_credit_seconds: float
-    """Time in which samples waited and the consumer had no room for them."""
     asset_bytes: int
     """Of the target's files, sent; not among the wire bytes."""
     turn_seconds: float
@@ -115,7 +113,6 @@ class Server:
         self._closing: str | None = None
         self._closed = threading.Event()
         self._wire_bytes = self._asset_bytes = 0
-        self._no_credit_seconds = 0.0
         self._figures = Figures(delivery.stock, time.monotonic())
         self._figures_now = DeliveryFigures()
         self._figures_due = 0.0
@@ -184,7 +181,6 @@ class Server:
             len(fencing.leased),
             self._wire_bytes,
             sum(map(len, list(self._backlogs.values()))),
-            self._no_credit_seconds,
             self._asset_bytes,
             time.monotonic() - self._turned_at,
             self._figures_now,
@@ -209,21 +205,21 @@ class Server:
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_end, zmq.POLLIN)
         while self._closing is None:
-            began = self._turned_at = time.monotonic()
+            self._turned_at = time.monotonic()
             soon = self._waiting or self._assets.waiting
+            self._figures.waits("link_full" if self._waiting else self._delivery.waits_for)
             ready = dict(poller.poll(RETRY_MS if soon else POLL_MS))
+            self._figures.waits(None)
             if self._wake_end.fileno() in ready:
                 self._wake_end.recv(4096)
             self._drain_inbox()
             self._receive()
-            sent = self._pump()
+            self._pump()
             self._send_piece()
             self._ping()
             for _ in range(len(self._notices)):
                 self._notify(self._notices.popleft())
             self._look_after_disk()
-            if not sent and self._delivery.starved_of_credit:
-                self._no_credit_seconds += time.monotonic() - began
             if self._delivery.all_terminal and not self._waiting:
                 self.all_terminal.set()
             self._publish_figures()
@@ -307,20 +303,16 @@ class Server:
         self._assets.sent(piece, tracker)
         self._asset_bytes += len(piece.data)
 
-    def _pump(self) -> bool:
-        """Send what credit and the socket take, a chunk to each member in turn; whether anything
-        went out."""
-        sent = False
+    def _pump(self) -> None:
+        """Send what credit and the socket take, a chunk to each member in turn."""
         # A flush ends the session of a peer that is gone.
         ready = [sender for sender in list(self._delivery.fencing.attached) if self._flush(sender)]
         while ready:
             for sender in list(ready):
                 actions = self._delivery.next_chunk(sender)
                 self._perform(actions)
-                sent |= bool(actions)
                 if not actions or not self._flush(sender):
                     ready.remove(sender)
-        return sent
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -452,6 +444,13 @@ class Server:
             return
         if self._send(action.sender, [m.encode(action.message), frame]):
             self._delivery.sent(action.sender, len(frame))
+            self._count_chunk(action)
+
+    def _count_chunk(self, action: SendChunk) -> None:
+        member, stock = self._delivery.fencing.attached.get(action.sender), self._delivery.stock
+        if member is not None and action.message.id in stock:
+            header, index = stock[action.message.id], action.message.index
+            self._figures.sent_chunk(member.name, header, index)
 
     def _send(self, sender: bytes, frames: list[bytes]) -> bool:
         """False when the peer is gone. Raises zmq.Again when its pipe is full."""

@@ -38,6 +38,7 @@ _SKIPPED = {
     "credit_bytes",
     "sent_bytes",
     "granted_bytes",
+    "logical_bytes",
     "trained_count",
     "copies",
     "_states",

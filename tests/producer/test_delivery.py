@@ -50,8 +50,20 @@ def test_chunks_stop_when_credit_is_used_up(delivery: Delivery, member: Member) 
     member.grant(0)
     assert member.receive(credit_bytes=FRAME_BYTES) == []
     assert delivery.next_chunk(ALICE) == []
-    assert delivery.starved_of_credit
+    assert delivery.waits_for == "link_full"
     assert member.receive() == [0]
+
+
+def test_what_samples_wait_for_is_told_apart(delivery: Delivery, member: Member) -> None:
+    """A link that is full and a trainer that has no room are mended at different ends."""
+    assert delivery.waits_for == "no_credit"  # offered, and not asked for
+    member.grant(0)
+    member.receive(credit_bytes=FRAME_BYTES)
+    assert delivery.waits_for == "link_full"
+    assert member.receive() == [0]
+    assert delivery.waits_for == "no_credit"
+    delivery.disconnected(ALICE, now=1.0)
+    assert delivery.waits_for is None
 
 
 def test_offers_are_bounded(delivery: Delivery, member: Member) -> None:

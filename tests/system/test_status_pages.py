@@ -106,8 +106,10 @@ def test_both_services_tell_the_same_story(run: Run) -> None:
     rows = value(made, "draftfeed_producer_fed_tokens_total")
     assert logical == rows * 5 * 64 * 2
     assert value(made, "draftfeed_producer_zero_rows_total", layer="1") == 0
-    granted = value(got, "draftfeed_consumer_granted_bytes_total", producer=run.address)
-    assert granted >= logical
+    for one, side, peer in ((made, "producer_sent", "member"), (got, "consumer", "producer")):
+        name = {"member": "0", "producer": run.address}[peer]
+        assert value(one, f"draftfeed_{side}_logical_bytes_total", **{peer: name}) == logical
+    assert value(got, "draftfeed_consumer_due_bytes", producer=run.address) == 0
     assert value(got, "draftfeed_consumer_attached") == 1
     assert value(got, "draftfeed_consumer_link", producer=run.address, state="open") == 1
     trained = value(got, "draftfeed_consumer_trained_samples_total")
