@@ -75,6 +75,8 @@ class Document(Struct, frozen=True, kw_only=True):
     stream_id: str = ""
     layer_ids: list[int] = []
     time_seconds: Moments = 0.0
+    age_seconds: Seconds = 0.0
+    """Of the figures: more than a few say that nobody looks at the service any more."""
     healthy: bool = True
     ready: bool = False
     state: str = "starting"
@@ -136,11 +138,12 @@ class Board:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: Snapshot | None = None
+        self._shown_at = 0.0
         self._past: deque[Moment] = deque(maxlen=KEPT + 1)
 
     def show(self, snapshot: Snapshot) -> None:
         with self._lock:
-            self._last = snapshot
+            self._last, self._shown_at = snapshot, time.monotonic()
             due = self._past[-1].seconds + INTERVAL_SECONDS if self._past else 0.0
             if snapshot.time_seconds >= due:
                 self._past.append(moment(snapshot))
@@ -148,7 +151,7 @@ class Board:
     def document(self, identity: Identity, log: Sequence[LogLine]) -> Document:
         """Without what its probes say."""
         with self._lock:
-            last, past = self._last, list(self._past)
+            last, shown_at, past = self._last, self._shown_at, list(self._past)
         if last is None:
             return Document(time_seconds=time.time(), log=list(log), version=identity.version)
         stream, recent = identity.descriptor, past[-DRIFT_INTERVALS - 1 :]
@@ -160,6 +163,7 @@ class Board:
             stream_id=stream.stream_id() if stream else "",
             layer_ids=list(stream.layer_ids) if stream else [],
             time_seconds=time.time(),
+            age_seconds=round(time.monotonic() - shown_at, 3),
             producer=last if isinstance(last, ProducerSnapshot) else None,
             consumer=last if isinstance(last, ConsumerSnapshot) else None,
             rates=rates(past),

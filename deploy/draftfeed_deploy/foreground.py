@@ -47,7 +47,7 @@ def watched(
         view: View = Lines(name)
         if console.is_terminal:
             view = stack.enter_context(Panels(console, [name])).view(name)
-        with Monitor(snapshot, log, [view, board]):
+        with Monitor(snapshot, log, [board, view]):  # a terminal may be held up
             yield
 
 

@@ -33,6 +33,8 @@ PORTS = 100
 """Tried, when none is configured: several producers may run on one machine."""
 HUNG_SECONDS = 30.0
 """A loop that writes to a slow disk, or verifies a large sample, may take a few."""
+STALE_SECONDS = 10.0
+"""Figures are looked at twice a second."""
 REQUEST_SECONDS = 5.0
 MAX_REQUESTS = 16
 """At a time; whoever comes then is turned away."""
@@ -69,6 +71,11 @@ def loop_probe(name: str, turn_seconds: float) -> Probe:
     if turn_seconds > HUNG_SECONDS:
         return Probe(False, f"the {name}'s loop has not come round for {turn_seconds:.0f} s")
     return Probe(True, "ok")
+
+
+def _fresh(age_seconds: float) -> Probe:
+    """Of the figures on the page. The service itself may be well."""
+    return Probe(age_seconds <= STALE_SECONDS, f"these figures are {age_seconds:.0f} s old")
 
 
 class Pages(NamedTuple):
@@ -202,8 +209,11 @@ class _Server(ThreadingMixIn, HTTPServer):
     def _document(self) -> bytes:
         healthy, ready = self.pages.healthy(), self.pages.ready()
         document = self.board.document(self.pages.identity(), self.log.lines())
-        words = ready.words if healthy.ok else healthy.words
-        return encoded(replace(document, healthy=healthy.ok, ready=ready.ok, state=words))
+        fresh = _fresh(document.age_seconds)
+        said = next((probe for probe in (healthy, fresh) if not probe.ok), ready)
+        return encoded(
+            replace(document, healthy=healthy.ok, ready=ready.ok and fresh.ok, state=said.words)
+        )
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):

@@ -14,6 +14,7 @@ from draftfeed_deploy.forecast import Forecast, Outlook, TooEarly, together
 from draftfeed_deploy.forecast_words import outlook_words
 from draftfeed_deploy.plan_units import show
 from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot
+from draftfeed_deploy.status import STALE_SECONDS
 from draftfeed_deploy.top_watch import Service, totals
 
 LEAST_WIDTH = 60
@@ -188,6 +189,7 @@ def _producer(
     if one.gone_since is not None:
         yield from _gone(one, width, now)
         return
+    yield from _unwell(document, width)
     names = " ".join(state.members[:MEMBERS_SHOWN])
     members = f"members {names}" if state.members else "no members"
     age = _seconds(state.commit_age_seconds)
@@ -225,6 +227,7 @@ def _consumer(
     if one.gone_since is not None:
         yield from _gone(one, width, now)
         return
+    yield from _unwell(document, width)
     loss = "" if state.loss is None else f", loss {state.loss:.3f}"
     away = [f"{name} {link}" for name, link in state.producers.items() if link not in LINKED]
     links = f"; {', '.join(away)}" if away else ""
@@ -254,6 +257,13 @@ def _gone(one: Service, width: int, now: float) -> list[Text]:
     ago = _seconds(max(0.0, now - (one.gone_since or now)))
     name = "  gone" if one.document is not None else f"{one.name}  gone"
     return _wrapped(f"{name} for {ago}: {one.why}", width, BAD)
+
+
+def _unwell(document: Document, width: int) -> list[Text]:
+    """A loop that hangs, figures that are old."""
+    if document.healthy and document.age_seconds <= STALE_SECONDS:
+        return []
+    return _wrapped(f"  {document.state}", width, BAD)
 
 
 def _style(one: Service) -> str:
