@@ -211,7 +211,7 @@ WAITS = Row(
         Panel(
             "Producers wait",
             "Share of time. spool_full: generation pauses, for want of space. no_credit: samples "
-            "are there and the trainer has no room.",
+            "are there and the trainer has no room. link_full: it has, and the link takes no more.",
             (
                 Query(
                     "rate(draftfeed_producer_stall_seconds_total@[$__rate_interval])",
@@ -223,7 +223,7 @@ WAITS = Row(
         ),
         Panel(
             "Trainers wait",
-            "Share of time. buffer_empty: no sample was there. link_down: nor a connection.",
+            "Share of time. buffer_empty: no sample was there. link_down: a producer was away.",
             (
                 Query(
                     "rate(draftfeed_consumer_stall_seconds_total@[$__rate_interval])",
@@ -259,7 +259,7 @@ WAITS = Row(
         ),
         Panel(
             "Credit",
-            "What members have room for and have not been sent. 0 for long: the trainer is slower.",
+            "Encoded bytes that members may be sent beside what is under way. 0: the link is full.",
             (Query("draftfeed_producer_credit_bytes@", "{{instance}} {{member}}"),),
             "decbytes",
         ),
