@@ -146,6 +146,12 @@ def _consumer(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy import packages
 
     packages.require_for_consumer()
+    config = _consumer_config(arguments)
+    if arguments.ranks > 1:
+        from draftfeed_deploy.rank_group import is_rank, run_ranks
+
+        if not is_rank():
+            return run_ranks(arguments.ranks)
     from draftfeed_consumer.actions import Attach
     from draftfeed_deploy.consumer import run_consumer
 
@@ -154,7 +160,7 @@ def _consumer(arguments: argparse.Namespace, console: Console) -> int:
         rollback=arguments.rollback,
         without=tuple(arguments.without),
     )
-    run_consumer(_consumer_config(arguments), arguments.run_dir, console, attach)
+    run_consumer(config, arguments.run_dir, console, attach)
     return exits.DONE
 
 
@@ -250,6 +256,14 @@ def _add_producer(commands: Commands) -> None:
 def _add_consumer(commands: Commands) -> None:
     parser = _add_service(commands, "consumer", "receive samples and train on them", _consumer)
     parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, CONSUMER_EPILOG
+    parser.add_argument(
+        "--ranks",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="train in N processes on this machine, one for each GPU, as torchrun starts them; "
+        "the trainer has to be one for several (default: 1)",
+    )
     parser.add_argument(
         "--takeover",
         action="store_true",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import sdbox
-from unit_hosts import Hosts, consumer
+from unit_hosts import Hosts, audit, consumer
 from waiting import eventually
 
 pytestmark = [
@@ -49,16 +49,6 @@ class Watch:
             self.longest_seconds = max(self.longest_seconds, now - moved_at)
             if rows != self.rows:
                 moved_at, self.rows = now, rows
-
-
-def audit(hosts: Hosts) -> None:
-    """Nothing lost, nothing doubled, by the command that operators use."""
-    said = hosts.inf.run(
-        *("env", "LD_LIBRARY_PATH=/opt/python/lib", "/opt/draftfeed/bin/draftfeed", "audit"),
-        *("-c", "/etc/draftfeed/producer.toml", "--set", "server.bind=tcp://10.77.0.1:5550"),
-    ).stdout
-    assert "the sums agree with the prompt list" in said
-    assert "running" in said
 
 
 def move_checkpoints(hosts: Hosts, source: str, to: str) -> None:

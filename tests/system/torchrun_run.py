@@ -32,9 +32,9 @@ class Step(NamedTuple):
 
 
 class TorchRun(Run):
-    def __init__(self, directory: Path, samples: int) -> None:
-        """Starts the producer."""
-        super().__init__(directory, 0, samples)
+    def __init__(self, directory: Path, samples: int, rate: int = 0) -> None:
+        """Starts the producer. rate: rows a second; 0 is as fast as it can."""
+        super().__init__(directory, rate, samples)
         self.producer = self.start("producer")
 
     def torchrun(
@@ -54,6 +54,11 @@ class TorchRun(Run):
         self._started.append(process)
         return process
 
+    def ranks(self, ranks: int, *options: str, run_dir: str) -> "subprocess.Popen[str]":
+        """`draftfeed consumer --ranks`; options: of the consumer."""
+        words = ("--ranks", str(ranks), *FUNCTION, *options)
+        return self.start("consumer", *words, run_dir=run_dir, PYTHONPATH=PYTHONPATH)
+
     def alone(self, *options: str, run_dir: str) -> "subprocess.Popen[str]":
         """The same loop in one process, without torchrun."""
         return self.start("consumer", *FUNCTION, *options, run_dir=run_dir, PYTHONPATH=PYTHONPATH)
@@ -69,13 +74,16 @@ class TorchRun(Run):
         ranks = [_split(self.rank_steps(f"{run_dir}/rank{rank}")) for rank in range(2)]
         return [[*first, *second] for first, second in zip(*ranks, strict=True)]
 
+    def in_checkpoint(self) -> list[str]:
+        """The samples that the newest one says were trained."""
+        newest = max((self.directory / "out").glob("probe-*.pt"))
+        return [str(id) for id in IdSet.from_wire(torch.load(newest)["draftfeed"]["trained"])]
+
     def check_finished(self, lives: list[list[Step]]) -> None:
         """The producer knows that all is trained, and the last checkpoint has each sample once: by
         its own account, and by the steps that are in its weights."""
         self.succeeds(self.producer)
-        newest = max((self.directory / "out").glob("probe-*.pt"))
-        state = torch.load(newest)["draftfeed"]
-        assert sorted(map(str, IdSet.from_wire(state["trained"]))) == sorted(self.expected())
+        assert sorted(self.in_checkpoint()) == sorted(self.expected())
         assert sorted(lineage(lives)) == sorted(self.expected())
 
 

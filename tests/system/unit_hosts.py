@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -100,8 +100,9 @@ def tree(directory: Path, *, gpu: bool = False) -> Path:
 class Hosts:
     """`inf` has producers, `tr1` and `tr2` may have a consumer; keys are shared out."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory, self._stack = directory, ExitStack()
+    def __init__(self, directory: Path, names: Iterable[str] = ADDRESSES) -> None:
+        """names: of the hosts that are needed."""
+        self._directory, self._stack, self._names = directory, ExitStack(), tuple(names)
         self.keys = directory / "keys"
         self.samples = 0
 
@@ -109,7 +110,7 @@ class Hosts:
         self.network = self._stack.enter_context(Network())
         for name in ("producers", "tr1", "tr2", "stranger"):
             write_pair(self.keys / name)
-        self.boxes = {host: self._box(host) for host in ADDRESSES}
+        self.boxes = {host: self._box(host) for host in self._names}
         for box in self.boxes.values():
             self._stack.enter_context(box)
             box.run("systemd-sysusers")
@@ -161,7 +162,7 @@ class Hosts:
         self.samples = samples
         text = PRODUCER.format(samples=samples, rate=rate, hidden=hidden, shard_size=shard_size)
         self.put("inf", "/etc/draftfeed/producer.toml", text)
-        for host in ("tr1", "tr2"):
+        for host in self.boxes.keys() - {"inf"}:
             self.put(host, "/etc/draftfeed/consumer.toml", consumer(steps))
 
     def drop_in(self, host: str, unit: str, text: str) -> None:
@@ -224,6 +225,17 @@ class Hosts:
             lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
         [counters] = [line.partition(":")[2].split() for line in lines if "eth0:" in line]
         return int(counters[8])
+
+
+def audit(hosts: Hosts) -> str:
+    """Nothing lost, nothing doubled, by the command that operators use; what it said."""
+    said = hosts.inf.run(
+        *("env", "LD_LIBRARY_PATH=/opt/python/lib", "/opt/draftfeed/bin/draftfeed", "audit"),
+        *("-c", "/etc/draftfeed/producer.toml", "--set", "server.bind=tcp://10.77.0.1:5550"),
+    ).stdout
+    assert "the sums agree with the prompt list" in said
+    assert "running" in said
+    return said
 
 
 def consumer(steps: int, output: str = OUTPUT) -> str:
