@@ -35,7 +35,8 @@ class Admission:
         stopped: threading.Event,
         gate: Gatekeeper | None = None,
     ) -> None:
-        """gate: when it closes, no prompt is given out any more."""
+        """gate: when it closes, no prompt is given out any more; until it has judged its first
+        window, no more at a time than it allows."""
         self._gate = gate
         self._source, self._spool, self._server, self._stopped = source, spool, server, stopped
         owned = source.ids.within(spool.shards)
@@ -53,8 +54,9 @@ class Admission:
         """Time in which the spool had no room."""
 
     def prompts_now(self) -> Iterator[Prompt]:
-        """Until nothing is left that may be generated now; then it may be called again."""
-        while (id := self._next()) is not None:
+        """Until nothing is left that may be generated now; then it may be called again, which goes
+        on when what was given out is finished."""
+        while not self._enough_begun and (id := self._next()) is not None:
             self.wait(self._spool.wait_for_space)
             if self._stopped.is_set() or self._server.failure is not None or self.closed:
                 return
@@ -67,6 +69,11 @@ class Admission:
         """Before it is stored, which it is, whatever the gate says of it."""
         if self._gate is not None:
             self._gate.look_at(sample, running=max(0, len(self._begun) - 1))
+
+    @property
+    def _enough_begun(self) -> bool:
+        most = self._gate.most_running if self._gate is not None else None
+        return most is not None and len(self._begun) >= most
 
     @property
     def closed(self) -> bool:

@@ -16,7 +16,8 @@ import msgspec
 EXAMPLES = 3
 SHOWN_CHARS = 60
 RUNNING_WINDOWS = 4
-"""A window has so many times the requests that run, or those would outweigh it."""
+"""A window has so many times the requests that run, or those would outweigh it; and until the first
+window is full, no more run than a quarter of it."""
 
 IMMEDIATE, SHORT, IDENTICAL, UNFINISHED = (
     "stopped at once",
@@ -32,7 +33,8 @@ class QualityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_share: float = 0.5
     """Of the window that may be degenerate; 1: never stop."""
     window: int = 200
-    """Finished samples that are looked at; the first look is at half of them."""
+    """Finished samples that are looked at; the first look is at half of them. Until there are so
+    many, a quarter as many requests run at a time at most."""
     min_response_tokens: int = 8
     """A response that ended by itself and has no more tokens than this is short. Its end token
     counts, and so does a thinking block, even an empty one."""
@@ -135,6 +137,13 @@ class QualityGate:
         """Nothing more comes: what there is is judged, also when it is less than half a window.
         The alarm is returned when this closes the gate."""
         return self._judge(running=0)
+
+    @property
+    def most_running(self) -> int | None:
+        """Requests at a time, or None for any number. Those that run count as sound, so with many
+        of them it would take as many bad samples to say that all are bad."""
+        judged = self.finished >= self._config.window or self._config.max_share == 1
+        return None if judged else max(1, self._config.window // RUNNING_WINDOWS)
 
     @property
     def figures(self) -> GateFigures:

@@ -57,6 +57,11 @@ class Gatekeeper:
         """Why nothing more may be generated; empty while the gate is open."""
         self.figures = GateFigures()
 
+    @property
+    def most_running(self) -> int | None:
+        """See QualityGate. Only for the thread that shows it samples."""
+        return self._gate.most_running
+
     def look_at(self, sample: Sample, running: int) -> None:
         """running: prompts that were begun and are not finished. Tells the log when it closes."""
         mask = sample.loss_mask.astype(bool)

@@ -13,9 +13,12 @@ from draftfeed_producer.admission import Admission
 from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.listener import Listener, ServerConfig
 from draftfeed_producer.prompts import Prompt
+from draftfeed_producer.quality import QualityConfig
+from draftfeed_producer.responses import Gatekeeper, ResponseReader
 from draftfeed_producer.server import Server
 from draftfeed_producer.sources import PromptSource
 from draftfeed_producer.spool import Spool, SpoolConfig
+from draftfeed_producer.target import TargetConfig, load_target
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from samples import DATASET, DESCRIPTOR, sample
@@ -31,6 +34,7 @@ def found(id: SampleId) -> Prompt | None:
 
 class Parts(NamedTuple):
     admission: Admission
+    source: PromptSource
     spool: Spool
     server: Server
     address: str
@@ -44,10 +48,9 @@ def parts(tmp_path: Path) -> Iterator[Parts]:
     server = Server(listener, spool, Delivery.of(spool, DESCRIPTOR, IdSet(ALL)))
     server.start()
     stopped = threading.Event()
-    admission = Admission(
-        PromptSource(SHARDS, IdSet(ALL), IdSet(), 1, found), spool, server, stopped
-    )
-    yield Parts(admission, spool, server, listener.address, stopped)
+    source = PromptSource(SHARDS, IdSet(ALL), IdSet(), 1, found)
+    admission = Admission(source, spool, server, stopped)
+    yield Parts(admission, source, spool, server, listener.address, stopped)
     server.close("test over")
     spool.close()
 
@@ -98,6 +101,20 @@ def test_a_prompt_that_became_finished_meanwhile_is_not_given_out(parts: Parts) 
     parts.spool.append(sample(1))
     parts.server.regenerate.put([ALL[1]])
     assert ordinals(prompts) == [2, 4, 5]
+
+
+def test_few_run_at_a_time_until_the_first_window_is_judged(parts: Parts, tiny_qwen3: Path) -> None:
+    """Of 256 that run, as many bad ones would have to finish before the gate could say so."""
+    reader = ResponseReader(load_target(TargetConfig(path=str(tiny_qwen3))).tokenizer)
+    gate = Gatekeeper(reader, QualityConfig(window=2))
+    admission = Admission(parts.source, parts.spool, parts.server, parts.stopped, gate)
+    for ordinal in (0, 1):
+        assert ordinals(admission.prompts_now()) == [ordinal]
+        assert ordinals(admission.prompts_now()) == []
+        admission.finished(sample(ordinal))
+        admission.stored(ALL[ordinal])
+    assert not admission.closed
+    assert ordinals(admission.prompts_now()) == [2, 4, 5]
 
 
 def test_after_stop_nothing_is_given_out(parts: Parts) -> None:

@@ -90,29 +90,30 @@ def test_tool_calls_and_one_word_answers_are_not_stopped(seed: int):
     assert run(gate, mixed(random.Random(seed), shares), 20_000) is None
 
 
-def finished_in_time(
-    responses: Iterator[Response], concurrency: int
-) -> Iterator[tuple[Response, int]]:
-    """As an engine finishes them, which starts one when another has ended: (response, running)."""
-    running = [
-        (one.tokens, number, one)
-        for number, one in enumerate(itertools.islice(responses, concurrency))
-    ]
-    heapq.heapify(running)
-    for number in itertools.count(concurrency):
+def run_in_time(
+    gate: QualityGate, responses: Iterator[Response], concurrency: int, most: int
+) -> Alarm | None:
+    """As an engine finishes them, which begins one when another has ended and the gate allows."""
+    running: list[tuple[int, int, Response]] = []
+    now, begun = 0, itertools.count()
+    for _ in range(most):
+        while len(running) < min(concurrency, gate.most_running or concurrency):
+            one = next(responses)
+            heapq.heappush(running, (now + one.tokens, next(begun), one))
         now, _, done = heapq.heappop(running)
-        yield done, len(running)
-        one = next(responses)
-        heapq.heappush(running, (now + one.tokens, number, one))
+        if alarm := gate.add(done, len(running)):
+            return alarm
+    return None
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("concurrency", [1, 16, 64, 256, 1024])
-def test_the_shortest_finish_first_and_that_is_no_reason_to_stop(concurrency: int):
+def test_the_shortest_finish_first_and_that_is_no_reason_to_stop(concurrency: int, seed: int):
     """With 256 requests side by side the first hundred to finish are one-word answers, all."""
     gate = QualityGate(QualityConfig())
     shares = {one_word: 0.3, tool_call: 0.3, prose: 0.4}
-    stream = finished_in_time(mixed(random.Random(concurrency), shares), concurrency)
-    assert not any(gate.add(*one) for one in itertools.islice(stream, 10_000))
+    assert run_in_time(gate, mixed(random.Random(seed), shares), concurrency, 5000) is None
+    assert gate.most_running is None
 
 
 @pytest.mark.parametrize("concurrency", [1, 64, 256, 1024])
@@ -120,11 +121,8 @@ def test_a_longer_window_may_have_an_answer_more_often(concurrency: int):
     """Two thirds are calls of twenty tools, each of them 3% of a window however long that is."""
     tools = {one_tool(n): 2 / 60 for n in range(20)}
     gate = QualityGate(QualityConfig(max_identical=20))
-    stream = finished_in_time(
-        mixed(random.Random(concurrency), {**tools, prose: 1 / 3}), concurrency
-    )
-    alarms = [gate.add(*one) for one in itertools.islice(stream, 10_000)]
-    assert not any(alarms)
+    responses = mixed(random.Random(concurrency), {**tools, prose: 1 / 3})
+    assert run_in_time(gate, responses, concurrency, 10_000) is None
 
 
 @pytest.mark.parametrize("concurrency", [64, 256])
@@ -140,12 +138,24 @@ def test_what_counts_as_often_goes_back_when_fewer_run(concurrency: int):
     assert run(gate, same, 150) is not None
 
 
-@pytest.mark.parametrize(("concurrency", "within"), [(1, 200), (16, 200), (64, 200), (256, 600)])
-def test_one_word_is_stopped_while_others_run(concurrency: int, within: int):
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("concurrency", [1, 16, 64, 256, 1024])
+@pytest.mark.parametrize("other", [prose, tool_call])
+def test_one_word_is_stopped_within_200_samples_however_many_run(
+    concurrency: int, other: Maker, seed: int
+):
+    """With 256 at a time it went on until as many samples had finished as ran at once. What still
+    runs when it closes is finished, too."""
     gate = QualityGate(QualityConfig())
-    shares = {ok: 0.87, prose: 0.13}
-    stream = finished_in_time(mixed(random.Random(concurrency), shares), concurrency)
-    assert any(gate.add(*one) for one in itertools.islice(stream, within))
+    shares = {ok: 0.87, other: 0.13}
+    alarm = run_in_time(gate, mixed(random.Random(seed), shares), concurrency, 200)
+    assert alarm is not None
+    assert alarm.finished + alarm.running <= 200
+
+
+def test_who_never_wants_to_be_stopped_is_not_held_up():
+    assert QualityGate(QualityConfig(max_share=1)).most_running is None
+    assert QualityGate(QualityConfig(window=2)).most_running == 1
 
 
 def test_thinking_that_never_ends_is_stopped():

@@ -80,13 +80,14 @@ def run(tmp_path: Path, tiny_qwen3: Path) -> Iterator[Callable[..., Running]]:
         quality: QualityConfig,
         mode: Any = "live",
         stop_token_ids: tuple[int, ...] = (),
+        batch: int = BATCH,
     ) -> Running:
         prompts = tmp_path / "prompts.jsonl"
         prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
         sampling = SamplingConfig(max_new_tokens=12, stop_token_ids=stop_token_ids)
         config = ProducerConfig(
             engine=TransformersConfig(
-                dtype="float32", batch_size=BATCH, threads=1, sampling=sampling
+                dtype="float32", batch_size=batch, threads=1, sampling=sampling
             ),
             capture=CaptureConfig(mode=mode),
             target=TargetConfig(path=str(tiny_qwen3), layer_ids=(1,)),
@@ -159,54 +160,65 @@ def test_a_target_that_stops_at_once_is_stopped_and_goes_on_when_told_to(
     assert second.service.statistics().phase == "done"
 
 
-def test_87_percent_of_one_word_is_stopped_within_200_samples(run: Callable[..., Running]):
-    """Responses that exist pass the same gate as those that are generated."""
-    producer = run(answered(400, " OK.", 0.87), QualityConfig(), mode="prefill")
+@pytest.mark.parametrize("batch", [BATCH, 256])
+def test_87_percent_of_one_word_is_stopped_within_200_samples(
+    run: Callable[..., Running], batch: int
+):
+    """Responses that exist pass the same gate as those that are generated. Those that were in the
+    engine when it closed are among the 200."""
+    producer = run(answered(600, " OK.", 0.87), QualityConfig(), mode="prefill", batch=batch)
     statistics = producer.closed()
     assert len(producer.generated) <= 200
     assert statistics.closed_because.count('" OK."') == 3
     assert statistics.samples == len(producer.generated)
 
 
-def test_short_answers_among_others_are_not_stopped(run: Callable[..., Running]):
-    producer = run(answered(240, " Yes", 0.3), QualityConfig(), mode="prefill")
+@pytest.mark.parametrize("batch", [BATCH, 256])
+def test_short_answers_among_others_are_not_stopped(run: Callable[..., Running], batch: int):
+    producer = run(answered(600, " Yes", 0.3), QualityConfig(), mode="prefill", batch=batch)
     statistics = producer.closed()
     assert statistics.closed_because == ""
-    assert len(producer.generated) == 240
+    assert len(producer.generated) == 600
 
 
 def test_samples_in_the_making_when_it_closes_are_finished_and_kept(run: Callable[..., Running]):
-    producer = run(answered(100, " OK.", 1.0), QualityConfig(window=4), mode="prefill")
+    """It closes at the eleventh of them, and until then five run at a time."""
+    producer = run(answered(100, " OK.", 1.0), QualityConfig(window=22), mode="prefill")
     statistics = producer.closed()
     assert statistics.spool is not None
-    assert len(producer.generated) % BATCH == 0  # whole batches
+    assert statistics.closed_because
+    assert len(producer.generated) == 15
     assert statistics.spool.samples == len(producer.generated)
 
 
+@pytest.mark.parametrize(("concurrency", "window", "most"), [(16, 40, 60), (256, 200, 200)])
 def test_requests_in_sglang_are_finished_when_it_closes_and_no_more_are_sent(
-    tmp_path: Path, standin: Standin
+    tmp_path: Path, standin: Standin, concurrency: int, window: int, most: int
 ):
     """Its engine takes prompts while others run."""
     path = tmp_path / "p.jsonl"
     path.write_text(
-        "".join(json.dumps({"prompt_ids": [5 + n % 300] * 9}) + "\n" for n in range(200))
+        "".join(json.dumps({"prompt_ids": [5 + n % 300] * 9}) + "\n" for n in range(400))
     )
     sampling = SamplingConfig(max_new_tokens=12, stop_token_ids=tuple(range(400)))
     config = ProducerConfig(
         engine=SGLangConfig(
-            python=standin.python(), sampling=sampling, concurrency=16, args={"standin": {}}
+            python=standin.python(),
+            sampling=sampling,
+            concurrency=concurrency,
+            args={"standin": {}},
         ),
         target=TargetConfig(path=str(standin.target_path), layer_ids=LAYER_IDS),
         prompts=PromptsConfig(path=str(path), max_prompt_tokens=60),
         spool=SpoolConfig(dir=tmp_path / "spool", min_free_bytes=0),
         server=ServerConfig(bind=f"ipc://{tmp_path}/p.sock"),
-        quality=QualityConfig(window=40),
+        quality=QualityConfig(window=window),
     )
     producer = Running(config)
     try:
         statistics = producer.closed()
         assert "stopped at once" in statistics.closed_because
-        assert 20 <= len(producer.generated) <= 60
+        assert window // 2 <= len(producer.generated) <= most
         assert statistics.spool is not None
         assert statistics.spool.samples == len(producer.generated)
     finally:
