@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +69,7 @@ def read_spool(directory: Path, prompts: IdSet) -> Source:
     control, committed = reader.control, reader.control.committed
     stored = IdSet(record.header.id for record in reader.records())
     ended = {state: ids - committed for state, ids in _by_state(control.tombstones).items()}
-    over = union([committed, *ended.values()])
+    over = IdSet.union([committed, *ended.values()])
     pending = prompts.within(reader.shards) - over - stored
     term = control.term
     account = m.Account(
@@ -92,10 +92,3 @@ def _by_state(tombstones: Mapping[SampleId, Tombstone]) -> dict[str, IdSet]:
     for id, tombstone in tombstones.items():
         states.setdefault(tombstone.state, IdSet()).add(id)
     return states
-
-
-def union(sets: Iterable[IdSet]) -> IdSet:
-    united = IdSet()
-    for ids in sets:
-        united.update(ids)
-    return united

@@ -29,7 +29,7 @@ from draftfeed_deploy.bench_target_turn import Unusable
 from draftfeed_deploy.errors import BenchmarkFailed, ConfigError
 from draftfeed_deploy.foreground import phase
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
+from draftfeed_producer.engines import TARGETLESS, SGLangConfig, TransformersConfig
 from draftfeed_producer.errors import ProducerError
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.service import open_prompts
@@ -71,8 +71,8 @@ class Size(NamedTuple):
 def measure(config: ProducerConfig, where: str, options: Options, console: Console) -> Result:
     """Raises ConfigError, BenchmarkFailed, and what the engine raises."""
     engine = config.engine
-    if isinstance(engine, SyntheticConfig):
-        raise ConfigError(where, "bench target runs a target, and the synthetic engine has none")
+    if isinstance(engine, TARGETLESS):
+        raise ConfigError(where, "bench target runs a target, and this engine has none")
     size = size_of(engine, options)
     with ExitStack() as stack:
         with phase(console, "reading the prompt file"):

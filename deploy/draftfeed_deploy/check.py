@@ -28,9 +28,9 @@ from draftfeed_deploy.errors import ConfigError
 from draftfeed_deploy.foreground import phase
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import (
+    TARGETLESS,
     Engine,
     SGLangConfig,
-    SyntheticConfig,
     TransformersConfig,
     make_engine,
 )
@@ -104,8 +104,8 @@ def run_check(config: ProducerConfig, where: str, console: Console) -> Findings:
 def bounded(config: ProducerConfig, where: str) -> ProducerConfig:
     """With short responses. Raises ConfigError for an engine that there is nothing to check of."""
     engine = config.engine
-    if isinstance(engine, SyntheticConfig):
-        raise ConfigError(where, "--check runs a target, and the synthetic engine has none")
+    if isinstance(engine, TARGETLESS):
+        raise ConfigError(where, "--check runs a target, and this engine has none")
     tokens = min(engine.sampling.max_new_tokens, NEW_TOKENS)
     sampling = msgspec.structs.replace(engine.sampling, max_new_tokens=tokens)
     return msgspec.structs.replace(
@@ -231,7 +231,7 @@ def _change(engine: Engine, again: Captured, tolerance: float) -> Changed | None
 def _compute_dtype(config: ProducerConfig) -> str:
     """float32 or bfloat16"""
     engine, (target, _) = config.engine, config.needed()
-    assert not isinstance(engine, SyntheticConfig)
+    assert not isinstance(engine, TARGETLESS)
     if engine.dtype != "auto":
         return engine.dtype
     if isinstance(engine, TransformersConfig):
@@ -243,7 +243,7 @@ def _compute_dtype(config: ProducerConfig) -> str:
 
 
 def _longest_rows(config: ProducerConfig, source: PromptSource) -> int:
-    assert not isinstance(config.engine, SyntheticConfig)
+    assert not isinstance(config.engine, TARGETLESS)
     live = config.capture.mode == "live"
     to_come = config.engine.sampling.max_new_tokens if live else 0
     return source.longest_prompt + to_come - 1

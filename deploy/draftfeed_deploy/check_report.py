@@ -7,7 +7,7 @@ from draftfeed_deploy.check import Findings
 from draftfeed_deploy.progress import readable_bytes
 from draftfeed_deploy.report_checks import Check
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import SGLangConfig, SyntheticConfig
+from draftfeed_producer.engines import TARGETLESS, SGLangConfig
 from draftfeed_producer.service import describe
 from draftfeed_producer.spool.files import free_bytes
 from draftfeed_proto.sample import LayerCounters, Sample
@@ -190,7 +190,7 @@ def _values(findings: Findings) -> Check:
 
 
 def _memory(config: ProducerConfig, findings: Findings) -> Check:
-    assert not isinstance(config.engine, SyntheticConfig)
+    assert not isinstance(config.engine, TARGETLESS)
     descriptor, rows = findings.descriptor, findings.longest_rows
     sample_bytes = rows * descriptor.row_bytes()
     fits = config.capture.staging_bytes // sample_bytes

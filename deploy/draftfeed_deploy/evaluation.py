@@ -15,7 +15,7 @@ from draftfeed_consumer.trainers.dflash import load_config
 from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_deploy.records import Evaluation
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import SyntheticConfig, TransformersConfig, make_engine
+from draftfeed_producer.engines import TARGETLESS, TransformersConfig, make_engine
 from draftfeed_producer.prompts import PromptFile, PromptsConfig, prompt_limit
 from draftfeed_producer.target import TargetConfig, end_tokens, load_target
 
@@ -160,7 +160,7 @@ def _capture(producer: ProducerConfig, heldout: Path) -> list[Item]:
     """Held-out samples, in the order of the file, made as the producer makes its own: with
     transformers, for another start of SGLang would take longer than all of these."""
     target_config, _ = producer.needed()
-    assert not isinstance(producer.engine, SyntheticConfig)
+    assert not isinstance(producer.engine, TARGETLESS)
     config = producer.engine
     if not isinstance(config, TransformersConfig):
         config = TransformersConfig(threads=1, sampling=config.sampling)

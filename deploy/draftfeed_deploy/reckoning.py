@@ -6,19 +6,21 @@ The list is read again from the prompt file, and no ledger of ours is asked for 
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import combinations
 from pathlib import Path
 
 import msgspec
 
 from draftfeed_deploy import config as configuration
-from draftfeed_deploy.accounts import Source, ask, read_spool, union
+from draftfeed_deploy.accounts import Source, ask, read_spool
 from draftfeed_deploy.errors import ConfigError
 from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.engines import SyntheticConfig
+from draftfeed_producer.engines import ReplayConfig, SyntheticConfig
 from draftfeed_producer.engines.synthetic import synthetic_ids
 from draftfeed_producer.prompts import line_ids
+from draftfeed_producer.service import open_archive
 from draftfeed_producer.spool.ranges import difference, format_ranges
 from draftfeed_proto.ids import IdSet, Shards, WireRanges
 from draftfeed_proto.keys import read_secret
@@ -125,6 +127,10 @@ def prompt_list(config: ProducerConfig) -> PromptList:
     """Raises ConfigError when the prompt file cannot be read."""
     if isinstance(config.engine, SyntheticConfig):
         return PromptList(config.engine.shards, synthetic_ids(config.engine))
+    if isinstance(config.engine, ReplayConfig):
+        with ExitStack() as stack:
+            source = open_archive(config, config.engine, stack)
+        return PromptList(source.shards, source.ids)
     prompts = config.needed()[1]
     digest, lines, last = hashlib.sha256(), 0, b"\n"
     try:
@@ -137,7 +143,7 @@ def prompt_list(config: ProducerConfig) -> PromptList:
         raise ConfigError(prompts.path, f"cannot be read: {error.strerror}") from None
     lines += not last.endswith(b"\n")
     count = -(-lines // prompts.shard_size)
-    shards = Shards(digest.hexdigest()[:16], prompts.epoch, (0, count))
+    shards = Shards(digest.hexdigest()[:16], prompts.epoch, (0, count), prompts.epochs)
     return PromptList(shards, line_ids(shards, lines, prompts.shard_size))
 
 
@@ -149,7 +155,7 @@ def judge(config: str, prompts: PromptList, source: Source) -> ProducerAudit:
     ended = {state: IdSet.from_wire(ids) for state, ids in account.terminal.items()}
     skipped = IdSet.from_wire(account.skipped)
     places = [committed, leased, deliverable, pending, skipped, *ended.values()]
-    expected, found = prompts.ids.within(account.shards), union(places)
+    expected, found = prompts.ids.within(account.shards), IdSet.union(places)
     return ProducerAudit(
         config=config,
         asked=source.asked,
@@ -171,7 +177,7 @@ def judge(config: str, prompts: PromptList, source: Source) -> ProducerAudit:
         sum=sum(map(len, places)),
         missing=Difference.of(expected - found),
         extra=Difference.of(found - expected),
-        twice=Difference.of(union(_both(a, b) for a, b in combinations(places, 2))),
+        twice=Difference.of(IdSet.union(_both(a, b) for a, b in combinations(places, 2))),
     )
 
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.quality import GateFigures
 from draftfeed_producer.responses import Gatekeeper
@@ -34,24 +35,28 @@ class Admission:
         server: Server,
         stopped: threading.Event,
         gate: Gatekeeper | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         """gate: when it closes, no prompt is given out any more; until it has judged its first
-        window, no more at a time than it allows."""
-        self._gate = gate
+        window, no more at a time than it allows. shelf: where samples that exist already are to be
+        had; those are not given out."""
+        self._gate, self._shelf = gate, shelf
         self._source, self._spool, self._server, self._stopped = source, spool, server, stopped
-        owned = source.ids.within(spool.shards)
-        lost = owned.within(spool.lost)
-        self.prompts = len(owned)
-        self._fresh: Iterator[SampleId] | None = iter(owned - lost)
-        """None when all were given out."""
-        self._lost = iter(lost) if lost else None
-        """None: there are none, or they are the fresh ones by now."""
+        self._owned = source.ids.within(spool.shards)
+        self.prompts = len(self._owned)
+        self._epochs = iter(spool.shards.each_epoch)
+        self._fresh: Iterator[SampleId] | None = None
+        """Of the epoch; None when all were given out."""
+        self._lost: Iterator[SampleId] | None = None
+        """Of the epoch. None: there are none, or they are the fresh ones by now."""
+        self._epochs_left = True
         self._again: deque[SampleId] = deque()
         self._begun = IdSet()
         """Given out, and neither stored nor given up yet."""
         self._alarm = ""
         self.full_seconds = 0.0
         """Time in which the spool had no room."""
+        self._begin_epoch()
 
     def prompts_now(self) -> Iterator[Prompt]:
         """Until nothing is left that may be generated now; then it may be called again, which goes
@@ -97,13 +102,42 @@ class Admission:
         """Whether `prompts_now` has something to give again."""
         if self.closed:
             return False
+        self._begin_epoch()
         fresh = self._fresh is not None or self._may_begin_lost
         return fresh or bool(self._again) or not self._server.regenerate.empty()
 
     @property
     def over(self) -> bool:
-        """Whether every prompt of the list was given out."""
-        return self._fresh is None and self._lost is None
+        """Whether every prompt of every epoch was given out."""
+        return self._given_out and not self._epochs_left
+
+    @property
+    def _given_out(self) -> bool:
+        """Of the epoch, by the engine's samples or the shelf's."""
+        on_shelf = self._shelf is not None and not self._shelf.exhausted
+        return self._fresh is None and self._lost is None and not on_shelf
+
+    def _begin_epoch(self) -> None:
+        """When all of the last one is stored: what is of no epoch's making yet cannot be told from
+        what is of this one's before that."""
+        if not self._given_out or self._begun or not self._epochs_left:
+            return
+        epoch = next(self._epochs, None)
+        if epoch is None:
+            self._epochs_left = False
+            return
+        ids = self._owned.within(self._spool.shards.one_epoch(epoch))
+        for id in self._quarantined(epoch) & ids:
+            if not self._spool.finished(id):
+                self._server.quarantine(id, "it was quarantined in an earlier epoch")
+            ids.discard(id)
+        if self._shelf is not None:
+            there = ids & self._shelf.lines().in_epoch(epoch)
+            self._shelf.begin(epoch, there)
+            ids = ids - there
+        lost = ids.within(self._spool.lost)
+        self._fresh = iter(ids - lost)
+        self._lost = iter(lost) if lost else None
 
     def wait(self, done: Callable[[float], bool]) -> None:
         """Until done, or stopped, or the server has failed; all but the first try is counted as a
@@ -120,6 +154,12 @@ class Admission:
             self.full_seconds += now - since  # seen while it lasts
             since = now
         self._tell_alarm()
+
+    def _quarantined(self, epoch: int) -> IdSet:
+        """Of this epoch, the lines that ended so in another: they would do again what they did."""
+        tombstones = list(self._spool.tombstones.values())
+        ended = IdSet(one.id for one in tombstones if one.state == "quarantined")
+        return ended.in_epoch(epoch)
 
     @property
     def _may_begin_lost(self) -> bool:

@@ -2,8 +2,14 @@
 
 import msgspec
 
+from draftfeed_producer.archive import ArchiveConfig
 from draftfeed_producer.conversations import OutputConfig
-from draftfeed_producer.engines import CaptureConfig, EngineConfig, SyntheticConfig
+from draftfeed_producer.engines import (
+    CaptureConfig,
+    EngineConfig,
+    ReplayConfig,
+    SyntheticConfig,
+)
 from draftfeed_producer.engines.config import SGLangConfig
 from draftfeed_producer.errors import ProducerError
 from draftfeed_producer.listener import ServerConfig
@@ -20,6 +26,7 @@ class ProducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     target: TargetConfig | None = None
     prompts: PromptsConfig | None = None
     spool: SpoolConfig
+    archive: ArchiveConfig | None = None
     server: ServerConfig = ServerConfig()
     quality: QualityConfig = QualityConfig()
     output: OutputConfig = OutputConfig()
@@ -29,6 +36,10 @@ class ProducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError('[capture] prefix_cache is for [engine] name = "sglang": remove it')
         if self.output.conversations is not None and self.capture.mode == "prefill":
             raise ValueError('[output] conversations is for [capture] mode = "live": remove it')
+        if self.spool.retain == "archive" and self.archive is None:
+            raise ValueError('[spool] retain = "archive" needs [archive] with its roots')
+        if isinstance(self.engine, ReplayConfig):
+            self._check_replay()
         if not isinstance(self.engine, SyntheticConfig):
             return
         if self.output.conversations is not None:
@@ -37,6 +48,14 @@ class ProducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("the synthetic engine has neither [target] nor [prompts]: remove them")
         if self.capture.mode == "prefill":
             raise ValueError('the synthetic engine has no responses for [capture] mode = "prefill"')
+
+    def _check_replay(self) -> None:
+        if self.archive is None:
+            raise ValueError('[engine] name = "archive" needs [archive] with its roots')
+        if self.target or self.prompts or self.output.conversations is not None:
+            raise ValueError("a replay has no [target], [prompts] or [output]: remove them")
+        if self.spool.retain == "archive":
+            raise ValueError('[spool] retain = "archive" is for a target: a replay makes nothing')
 
     def needed(self) -> tuple[TargetConfig, PromptsConfig]:
         """The tables an engine with a model needs. Raises ProducerError."""

@@ -193,7 +193,7 @@ class Conversations:
             return id
         shards = spool.shards
         whose = "prompt of this producer"
-        if (id.dataset, id.epoch) != (shards.dataset, shards.epoch):
+        if id.dataset != shards.dataset or id.epoch not in shards.each_epoch:
             whose = f"prompt of this file and epoch ({shards.dataset}/{shards.epoch})"
         raise self._refused(number, f"is of sample {id}, which is no {whose}; {_ANOTHER}")
 

@@ -122,6 +122,11 @@ class Delivery:
         self._out.regenerating -= {id for id in self._out.regenerating if id in ids}
         return self._out.endings()
 
+    def remake(self, id: SampleId) -> list[Action]:
+        """What existed of it cannot be read."""
+        self._out.regenerating.add(id)
+        return [Regenerate([id])]
+
     def quarantine(self, id: SampleId, reason: str) -> list[Action]:
         """The engine cannot make it. A member may hold one that was lost here, and train it."""
         made = id in self.stock or id in self.fencing.leased or not self._unfinished(id)

@@ -18,6 +18,8 @@ ProducerError (ValueError)
     ├── SpoolDamaged      bytes of it are not what was written, and it matters
     ├── ShardError        shards that are not there, or may not be moved
     ├── UnknownSample     it has no sample of that name
+    ├── ArchiveError      an archive cannot be used, or is of another stream or prompt file
+    │   └── ArchiveDamaged    a sealed segment, or its index, is not what was written
     └── SpoolFull         the disk is; space comes back with commits
 """
 
@@ -142,6 +144,18 @@ class UnknownSample(SpoolError):
     def __init__(self, directory: Path, name: str, reason: str) -> None:
         super().__init__(f"{directory}: {name}: {reason}")
         self.directory, self.name, self.reason = directory, name, reason
+
+
+class ArchiveError(SpoolError):
+    """`root`: the directory that cannot be used."""
+
+    def __init__(self, root: Path, reason: str) -> None:
+        super().__init__(f"{root}: {reason}")
+        self.root, self.reason = root, reason
+
+
+class ArchiveDamaged(ArchiveError):
+    """`root`: the file that is damaged."""
 
 
 class SpoolFull(SpoolError):

@@ -20,6 +20,7 @@ import numpy as np
 from draftfeed_producer.errors import LineError, PromptError
 from draftfeed_producer.prompt_lines import CaptureMode, Line, LineReader, Tokens
 from draftfeed_proto.ids import IdSet, SampleId, Shards
+from draftfeed_proto.limits import MAX_EPOCHS
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,11 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     shard_size: int = 4096
     """Lines per shard; a shard is owned by one producer."""
     epoch: int = 0
-    """Part of every sample id: raise it to run the same file once more."""
+    """Part of every sample id, of the first epoch where there are several: raise it to run the
+    same file once more."""
+    epochs: int = 1
+    """How often every prompt is delivered. From the second time on it comes out of the archive,
+    where there is one and has it; else it is generated again."""
     thinking: bool | None = None
     """Passed to the chat template as `enable_thinking`; None leaves the template's default."""
     max_prompt_tokens: int | None = None
@@ -49,6 +54,8 @@ class PromptsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"shard_size is {self.shard_size}, it must be at least 1")
         if self.epoch < 0:
             raise ValueError(f"epoch is {self.epoch}, it must not be negative")
+        if not 1 <= self.epochs <= MAX_EPOCHS:
+            raise ValueError(f"epochs is {self.epochs}, it must be in 1 to {MAX_EPOCHS}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens is {self.max_prompt_tokens}, it must be >= 1")
 
@@ -123,7 +130,7 @@ class PromptFile:
     def shards(self) -> Shards:
         """All of the file."""
         count = -(-self.lines // self._config.shard_size)
-        return Shards(self.dataset, self._config.epoch, (0, count))
+        return Shards(self.dataset, self._config.epoch, (0, count), self._config.epochs)
 
     @property
     def bad(self) -> frozenset[int]:
@@ -136,15 +143,13 @@ class PromptFile:
         return SampleId(self.dataset, self._config.epoch, shard, ordinal)
 
     def ids(self) -> IdSet:
-        """Of all prompts that can be used."""
-        ids = line_ids(self.shards, self.lines, self._config.shard_size)
-        for ordinal in self._bad:
-            ids.discard(self.id(ordinal))
-        return ids
+        """Of all prompts that can be used, in every epoch."""
+        return line_ids(self.shards, self.lines, self._config.shard_size) - self.skipped()
 
     def skipped(self) -> IdSet:
         """Of the lines that are no prompts, so far as is known by now."""
-        return IdSet(map(self.id, sorted(self._bad)))
+        first = IdSet(map(self.id, sorted(self._bad)))
+        return IdSet.union(first.in_epoch(epoch) for epoch in self.shards.each_epoch)
 
     def prompt(self, ordinal: int) -> Prompt:
         """Raises PromptError when the line cannot be used."""
@@ -268,11 +273,12 @@ def _key(line: Line, ordinal: int) -> str:
 
 
 def line_ids(shards: Shards, lines: int, shard_size: int) -> IdSet:
-    """Ids of all lines of a file of so many."""
+    """Ids of all lines of a file of so many, in every epoch."""
     starts = range(0, lines, shard_size)
     return IdSet.from_wire(
         [
-            (shards.dataset, shards.epoch, shard, [start, min(start + shard_size, lines)])
+            (shards.dataset, epoch, shard, [start, min(start + shard_size, lines)])
+            for epoch in shards.each_epoch
             for shard, start in enumerate(starts)
         ]
     )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import zmq
 
+from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.asset_desk import AssetDesk, Piece
 from draftfeed_producer.attempts import Attempts
 from draftfeed_producer.delivery import Delivery
@@ -55,6 +56,8 @@ MAX_BACKLOG = 1000
 MAX_NOTICES = 64
 TOO_MANY_ATTEMPTS = "there are too many attempts to attach; this one was not looked at"
 FIGURES_SECONDS = 0.2
+RESTOCK_SAMPLES = 128
+"""Waiting to be offered."""
 CHECKPOINT_FILL = 0.7
 """Of the quota. Two checkpoints may have to be made before anything is freed."""
 STORE_RETRY_SECONDS = 0.5
@@ -87,10 +90,13 @@ class Server:
         spool: Spool,
         delivery: Delivery,
         target: Path | None = None,
+        shelf: Shelf | None = None,
         *,
         no_target: str = "this producer has no target to serve files of",
     ) -> None:
-        """target: its directory, of which trainers get some files; no_target: why there is none."""
+        """target: its directory, of which trainers get some files; no_target: why there is none.
+        shelf: samples that exist already."""
+        self._shelf = shelf
         self._listener, self._spool, self._delivery = listener, spool, delivery
         self._attempts = Attempts(time.monotonic())
         self._assets = AssetDesk(delivery.descriptor.stream_id(), target, no_target)
@@ -213,6 +219,7 @@ class Server:
             if self._wake_end.fileno() in ready:
                 self._wake_end.recv(4096)
             self._drain_inbox()
+            self._restock()
             self._receive()
             self._pump()
             self._send_piece()
@@ -245,6 +252,18 @@ class Server:
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
             self._perform(self._inbox.get()())
+
+    def _restock(self) -> None:
+        """Off the shelf, as many as members may soon ask for: no more, for each takes memory."""
+        while self._shelf is not None and self._delivery.stock.spooled < RESTOCK_SAMPLES:
+            id = self._shelf.take()
+            if id is None:
+                return
+            if id in self._delivery.stock:
+                continue  # a rollback brought it back before
+            header = self._shelf.shelve(id)
+            delivery = self._delivery
+            self._perform(delivery.remake(id) if header is None else delivery.stored(header))
 
     def _receive(self) -> None:
         for _ in range(MESSAGES_AT_ONCE):

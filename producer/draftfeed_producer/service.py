@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from draftfeed_producer.admission import Admission
+from draftfeed_producer.archive import Archive, ArchivedSpool, ArchiveStatistics
+from draftfeed_producer.archive.roots import same_contents
+from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.conversations import Conversations, Writer
 from draftfeed_producer.delivery import Delivery
-from draftfeed_producer.engines import Engine, SyntheticConfig, make_engine
-from draftfeed_producer.errors import ProducerError, SpoolFull
+from draftfeed_producer.engines import Engine, ReplayConfig, SyntheticConfig, make_engine
+from draftfeed_producer.engines.replay import ReplayEngine
+from draftfeed_producer.errors import ArchiveError, ProducerError, SpoolFull
 from draftfeed_producer.listener import Listener
 from draftfeed_producer.prompts import PromptFile, prompt_limit
 from draftfeed_producer.quality import GateFigures
 from draftfeed_producer.responses import Gatekeeper, ResponseReader
 from draftfeed_producer.server import Server, ServerStatistics
-from draftfeed_producer.sources import PromptSource, file_source, synthetic_source
+from draftfeed_producer.sources import PromptSource, file_source, replay_source, synthetic_source
 from draftfeed_producer.spool import Spool, SpoolStatistics
 from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.target import Target, end_tokens, load_target
@@ -60,6 +64,9 @@ class ProducerStatistics(NamedTuple):
     closed_because: str = ""
     """Of the quality gate; empty while it is open."""
     quality: GateFigures = GateFigures()
+    replayed: int = 0
+    """Samples that came out of the archive, or once more out of the spool, since it began."""
+    archive: ArchiveStatistics | None = None
 
 
 class ProducerService:
@@ -74,6 +81,7 @@ class ProducerService:
         self._listener: Listener | None = None
         self._engine: Engine | None = None
         self._spool: Spool | None = None
+        self._shelf: Shelf | None = None
         self._server: Server | None = None
         self._admission: Admission | None = None
         self._conversations: Conversations | None = None
@@ -91,16 +99,17 @@ class ProducerService:
             source = open_prompts(self._config, stack)
             listener = self._listener = Listener(self._config.server)
             stack.callback(listener.close)
-            engine = self._load_engine(stack)
-            spool = Spool(self._config.spool, engine.descriptor, source.shards)
-            stack.callback(spool.close)
+            engine = self._load_engine(source, stack)
+            spool, shelf = self._open_spool(engine, source, stack)
             self._conversations = self._output(source, spool, stack)
             delivery = self._delivery(engine, source, spool)
             target, no_target = self._target_directory()
-            server = Server(listener, spool, delivery, target, no_target=no_target)
+            server = Server(listener, spool, delivery, target, shelf, no_target=no_target)
             stack.callback(lambda: server.close(self._goodbye()))
-            admission = Admission(source, spool, server, self._stopped, self._gate(source))
+            gate = self._gate(source)
+            admission = Admission(source, spool, server, self._stopped, gate, shelf)
             self._spool, self._server, self._admission = spool, server, admission
+            self._shelf = shelf
             stack.callback(self._keep_statistics)
             server.skip(source.skipped.within(spool.shards))
             server.start()
@@ -131,6 +140,8 @@ class ProducerService:
         self._stopped.set()
         if self._engine is not None:
             self._engine.stop()
+        if isinstance(self._spool, ArchivedSpool):
+            self._spool.interrupt()
 
     def statistics(self) -> ProducerStatistics:
         return self._last or self._statistics()
@@ -139,6 +150,7 @@ class ProducerService:
         self._last = self._statistics()
 
     def _statistics(self) -> ProducerStatistics:
+        spool = self._spool
         return ProducerStatistics(
             "loading" if self._engine and self._engine.loading else self._phase,
             self._admission.prompts if self._admission else 0,
@@ -149,10 +161,12 @@ class ProducerService:
             self._response_tokens,
             self._counters,
             self._admission.full_seconds if self._admission else 0.0,
-            self._spool.statistics() if self._spool else None,
+            spool.statistics() if spool else None,
             self._server.statistics() if self._server else None,
             self._admission.closed_because if self._admission else "",
             self._admission.quality if self._admission else GateFigures(),
+            self._shelf.served if self._shelf else 0,
+            spool.archive_statistics() if isinstance(spool, ArchivedSpool) else None,
         )
 
     @property
@@ -178,8 +192,28 @@ class ProducerService:
         conversations.reconcile(spool, source.ids.within(spool.shards))
         return conversations
 
-    def _load_engine(self, stack: ExitStack) -> Engine:
+    def _open_spool(
+        self, engine: Engine, source: PromptSource, stack: ExitStack
+    ) -> tuple[Spool, Shelf | None]:
+        """(the spool, where samples of later epochs come from)"""
+        config, descriptor = self._config, engine.descriptor
+        if config.archive is None:
+            spool = Spool(config.spool, descriptor, source.shards)
+            stack.callback(spool.close)
+            return spool, None
+        archive = source.archive
+        if archive is None:
+            archive = Archive(config.archive, descriptor, source.shards)
+            stack.callback(archive.close)
+        archived = ArchivedSpool(config.spool, descriptor, source.shards, archive)
+        stack.callback(archived.close)
+        return archived, Shelf(archived)
+
+    def _load_engine(self, source: PromptSource, stack: ExitStack) -> Engine:
         config = self._config
+        if source.archive is not None:
+            self._engine = ReplayEngine(source.archive.descriptor)
+            return self._engine
         self._engine = engine = make_engine(config.engine, config.target, config.capture)
         stack.callback(engine.close)
         if self._stopped.is_set():
@@ -188,6 +222,8 @@ class ProducerService:
 
     def _target_directory(self) -> tuple[Path | None, str]:
         """(of which trainers get some files, why there is none)"""
+        if isinstance(self._config.engine, ReplayConfig):
+            return None, "an archive has no files of its target: give [trainer] target"
         if self._config.target is None:
             return None, "the synthetic engine has no target"
         return Path(self._config.target.path).expanduser(), ""
@@ -224,6 +260,8 @@ class ProducerService:
         if not self._stopped.is_set():
             self._phase = "done"
             self._await_farewell(server)
+            if isinstance(spool, ArchivedSpool):
+                spool.archive_rest()
 
     def _over(self, server: Server) -> bool:
         return server.all_terminal.is_set() or self._stopped.is_set()
@@ -300,6 +338,8 @@ def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
     engine = config.engine
     if isinstance(engine, SyntheticConfig):
         return synthetic_source(engine)
+    if isinstance(engine, ReplayConfig):
+        return open_archive(config, engine, stack)
     target_config, prompts_config = config.needed()
     target, capture = load_target(target_config), config.capture
     descriptor = target.descriptor(target_config.layer_ids, target_config.final)
@@ -315,6 +355,18 @@ def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
         return source
     ends = {*end_tokens(target), *engine.sampling.stop_token_ids}
     return source._replace(writer=Writer(config.output, file, target.tokenizer, ends))
+
+
+def open_archive(config: ProducerConfig, replay: ReplayConfig, stack: ExitStack) -> PromptSource:
+    """The archive's own prompts. Raises ArchiveError."""
+    assert config.archive is not None
+    contents = same_contents(config.archive.roots)
+    archive = Archive(config.archive, contents.descriptor, contents.prompts)
+    stack.callback(archive.close)
+    source = replay_source(archive, contents.prompts, replay)
+    if not source.ids:
+        raise ArchiveError(config.archive.roots[0], "has no sample to serve")
+    return source
 
 
 def _staged_rows(descriptor: Descriptor, staging_bytes: int, to_come: int) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from draftfeed_proto import ranges
 from draftfeed_proto.errors import MalformedMessage
-from draftfeed_proto.limits import MAX_ORDINALS
+from draftfeed_proto.limits import MAX_EPOCHS, MAX_ORDINALS
 from draftfeed_proto.wire import Count
 
 Dataset = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
@@ -64,19 +64,32 @@ class Shards(msgspec.Struct, frozen=True):
 
     dataset: Dataset
     epoch: Count
+    """The first of its epochs."""
     ranges: tuple[Count, ...]
     """Half-open ranges of shard numbers, flattened: rising, not touching."""
+    epochs: Annotated[int, msgspec.Meta(ge=1, le=MAX_EPOCHS)] = 1
+    """How many it has: epoch, epoch + 1, ..."""
 
     def __contains__(self, partition: Partition) -> bool:
         dataset, epoch, shard = partition
-        mine = (dataset, epoch) == (self.dataset, self.epoch)
+        mine = dataset == self.dataset and epoch in self.each_epoch
         return mine and ranges.contains(self.ranges, shard)
 
     def __and__(self, other: "Shards") -> list[int]:
-        """Numbers of the shards both have, as flattened ranges."""
-        if (self.dataset, self.epoch) != (other.dataset, other.epoch):
+        """Numbers of the shards both have in some epoch, as flattened ranges."""
+        together = range(
+            max(self.epoch, other.epoch), min(self.each_epoch.stop, other.each_epoch.stop)
+        )
+        if self.dataset != other.dataset or not together:
             return []
         return ranges.intersection(self.ranges, other.ranges)
+
+    def one_epoch(self, epoch: int) -> "Shards":
+        return Shards(self.dataset, epoch, self.ranges)
+
+    @property
+    def each_epoch(self) -> range:
+        return range(self.epoch, self.epoch + self.epochs)
 
     def check(self) -> None:
         """Raises MalformedMessage when the ranges do not rise."""
@@ -96,6 +109,13 @@ class IdSet:
         self._ranges: dict[Partition, list[int]] = {}
         for id in ids:
             self.add(id)
+
+    @classmethod
+    def union(cls, sets: "Iterable[IdSet]") -> "IdSet":
+        united = cls()
+        for ids in sets:
+            united.update(ids)
+        return united
 
     def add(self, id: SampleId) -> None:
         self._add_range(id.partition, id.ordinal, id.ordinal + 1)
@@ -132,6 +152,14 @@ class IdSet:
         part._ranges = {p: list(edges) for p, edges in self._ranges.items() if p in shards}
         return part
 
+    def in_epoch(self, epoch: int) -> "IdSet":
+        """The same lines in another epoch; those of all epochs here together."""
+        moved = IdSet()
+        for (dataset, _, shard), edges in self._ranges.items():
+            for start, stop in ranges.pairs(edges):
+                moved._add_range((dataset, epoch, shard), start, stop)
+        return moved
+
     def copy(self) -> "IdSet":
         twin = IdSet()
         twin._ranges = {partition: list(edges) for partition, edges in self._ranges.items()}
@@ -158,6 +186,9 @@ class IdSet:
 
     def __repr__(self) -> str:
         return f"IdSet({len(self)} ids in {len(self.to_wire())} partitions)"
+
+    def __and__(self, other: "IdSet") -> "IdSet":
+        return self - (self - other)
 
     def to_wire(self) -> WireRanges:
         return [(*partition, list(self._ranges[partition])) for partition in sorted(self._ranges)]

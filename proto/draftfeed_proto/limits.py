@@ -14,6 +14,8 @@ MAX_NAME_CHARS = 1024
 """Of a name that others quote in their messages: group, member, model, key of a prompt."""
 MAX_ORDINALS = 1 << 40
 """Lines of a prompt file. Sums over a whole set of ids stay far below 64 bits."""
+MAX_EPOCHS = 1 << 16
+"""Passes of one run over a prompt file."""
 MAX_ARRAY_ITEMS = 1 << 18
 MAX_MAP_ITEMS = 256
 MAX_ASSET_PIECE_BYTES = 4 << 20

@@ -19,6 +19,7 @@ PRODUCER = """
 [engine]
 name = "synthetic"
 samples = {samples}
+epochs = {epochs}
 num_layers = 8
 hidden_size = 64
 vocab_size = 512
@@ -52,12 +53,12 @@ class Run:
 
     Process: TypeAlias = "subprocess.Popen[str]"
 
-    def __init__(self, directory: Path, rate: int, samples: int = SAMPLES) -> None:
-        self.directory, self._samples = directory, samples
+    def __init__(self, directory: Path, rate: int, samples: int = SAMPLES, epochs: int = 1) -> None:
+        self.directory, self._samples, self._epochs = directory, samples, epochs
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-        producer = PRODUCER.format(samples=samples, rate=rate, address=self.address)
+        producer = PRODUCER.format(samples=samples, rate=rate, address=self.address, epochs=epochs)
         (directory / "producer.toml").write_text(producer)
         (directory / "consumer.toml").write_text(CONSUMER.format(address=self.address))
         self._started: list[subprocess.Popen[str]] = []
@@ -136,6 +137,7 @@ class Run:
             prompt_tokens=8,
             response_tokens=24,
             max_tokens=256,
+            epochs=self._epochs,
         )
         return {str(prompt.id): 1 for prompt in synthetic_prompts(config)}
 

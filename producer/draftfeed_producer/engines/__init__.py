@@ -5,6 +5,7 @@ from typing import Protocol
 
 from draftfeed_producer.engines.config import (
     CaptureConfig,
+    ReplayConfig,
     SamplingConfig,
     SGLangConfig,
     TransformersConfig,
@@ -19,9 +20,11 @@ from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
 __all__ = [
+    "TARGETLESS",
     "CaptureConfig",
     "Engine",
     "EngineConfig",
+    "ReplayConfig",
     "SGLangConfig",
     "SamplingConfig",
     "SyntheticConfig",
@@ -29,8 +32,10 @@ __all__ = [
     "make_engine",
 ]
 
-EngineConfig = SGLangConfig | TransformersConfig | SyntheticConfig
+EngineConfig = SGLangConfig | TransformersConfig | SyntheticConfig | ReplayConfig
 """Told apart by `name`."""
+TARGETLESS = (SyntheticConfig, ReplayConfig)
+"""Those that run no model."""
 
 
 class Engine(Protocol):
@@ -95,6 +100,7 @@ def make_engine(
     """
     if isinstance(config, SyntheticConfig):
         return SyntheticEngine(config)
+    assert not isinstance(config, ReplayConfig), "an archive knows what it is of"
     assert target is not None, "this engine runs a target model"
     if isinstance(config, SGLangConfig):
         from draftfeed_producer.engines.sglang.engine import SGLangEngine

@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from draftfeed_proto.limits import MAX_EPOCHS
+
 
 class CaptureConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the responses come from, and how their rows are held until a sample is whole."""
@@ -52,6 +54,33 @@ class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """What goes with each sample."""
         fields = msgspec.structs.asdict(self)
         return {**fields, "stop_token_ids": list(self.stop_token_ids)}
+
+
+class ReplayConfig(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="name",
+    tag="archive",
+):
+    """No target: what is in [archive] roots is served again."""
+
+    first_epoch: int = 1
+    """Part of every sample's id: what the archive was made in is 0 unless configured."""
+    epochs: int = 1
+    """How often every archived prompt is served."""
+    subset: tuple[float, float] = (0.0, 1.0)
+    """Only samples whose key hashes into this half-open part of 0 to 1, the same ones in every
+    epoch: [0, 0.98] to train on and [0.98, 1] to validate with have no sample in common."""
+
+    def __post_init__(self) -> None:
+        if self.first_epoch < 0:
+            raise ValueError(f"first_epoch is {self.first_epoch}, it must not be negative")
+        if not 1 <= self.epochs <= MAX_EPOCHS:
+            raise ValueError(f"epochs is {self.epochs}, it must be in 1 to {MAX_EPOCHS}")
+        if not 0 <= self.subset[0] < self.subset[1] <= 1:
+            raise ValueError(f"subset is {list(self.subset)}, it must rise within 0 and 1")
 
 
 class TransformersConfig(

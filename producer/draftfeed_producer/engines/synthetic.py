@@ -39,6 +39,7 @@ _CACHED_WORDS = 1 << 15
 
 _POSITIVE = (
     "samples",
+    "epochs",
     "shard_size",
     "prompt_tokens",
     "response_tokens",
@@ -59,6 +60,8 @@ class SyntheticConfig(
 
     samples: int = 1000
     """How many prompts there are: the lines of a file that does not exist."""
+    epochs: int = 1
+    """How often every prompt is answered."""
     shard_size: int = 4096
     """Prompts per shard; a shard is owned by one producer."""
     tokens_per_second: float = 0.0
@@ -90,14 +93,15 @@ class SyntheticConfig(
 
     @property
     def dataset(self) -> str:
-        """Hash of the prompts. How fast they are answered is no part of it."""
-        content = msgspec.structs.replace(self, tokens_per_second=0.0)
+        """Hash of the prompts. How fast they are answered is no part of it, nor how often."""
+        content = msgspec.structs.replace(self, tokens_per_second=0.0, epochs=1)
         return hashlib.sha256(msgspec.json.encode(content)).hexdigest()[:16]
 
     @property
     def shards(self) -> Shards:
         """All there are."""
-        return Shards(self.dataset, 0, (0, -(-self.samples // self.shard_size)))
+        count = -(-self.samples // self.shard_size)
+        return Shards(self.dataset, 0, (0, count), self.epochs)
 
     def descriptor(self) -> Descriptor:
         """Raises LayerIdError, LimitExceeded, or ValueError when the DFlash formula fails."""

@@ -31,6 +31,9 @@ class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     disk before it is answered, under all three."""
     keep_checkpoints: int = 2
     """Samples are deleted when the oldest of this many last checkpoints contains them."""
+    retain: Literal["none", "archive"] = "none"
+    """What becomes of a segment that no checkpoint needs: `none`, it is deleted; `archive`, it is
+    sealed in [archive] roots, and later epochs are served from there."""
     codec: str = "packed"
     """packed, zstd or raw. A chunk that it makes next to nothing smaller gets the next of them."""
     encode_threads: int = 1

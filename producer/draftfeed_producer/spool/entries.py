@@ -41,6 +41,10 @@ class Kind(IntEnum):
     """Closes a record: the chunks before it, up to the previous one, are this sample."""
     CONTROL = 4
     """Control log: a commit, a tombstone or a term."""
+    INDEX = 5
+    """First entry of an archived segment's index: which segment it is of."""
+    INDEXED = 6
+    """Index: a sample, and where its chunks lie in the segment."""
 
 
 class Entry(NamedTuple):

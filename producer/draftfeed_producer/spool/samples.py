@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from draftfeed_producer.spool.control import Void
 from draftfeed_producer.spool.directory import segment_paths
 from draftfeed_producer.spool.segments import Damage, HeaderOf, Record, Segment, frame_fault
@@ -31,6 +33,8 @@ class Samples:
         """Of the segment that is appended to."""
         self.changed = threading.Condition()
         """Held while the above change; notified when space was freed."""
+        self._leaving: dict[int, Segment] = {}
+        """Taken out, and still on the disk."""
         self._busy: Segment | None = None
         """Being written to right now."""
         self._dirty: Segment | None = None
@@ -114,6 +118,16 @@ class Samples:
             record = self._records.pop(id)
             self._segments[record.segment].ids.discard(id)
 
+    def share(self, source: SampleId, id: SampleId) -> Record:
+        """The record of one sample is another's, too: of the same line in a later epoch. Its
+        segment is kept for both. Raises KeyError when it is not here."""
+        with self.changed:
+            record = self._records[source]
+            header = msgspec.structs.replace(record.header, id=id)
+            self._records[id] = shared = msgspec.structs.replace(record, header=header)
+            self._segments[record.segment].ids.add(id)
+        return shared
+
     def release(self, is_over: Callable[[SampleId], bool], *, short: bool) -> list[Segment]:
         """Takes out the segments that no sample needs, for `discard`. One that is not full is given
         up only when space is `short`."""
@@ -133,11 +147,23 @@ class Samples:
         for segment in segments:
             segment.unlink()
         with self.changed:
+            for segment in segments:
+                del self._leaving[segment.number]
             self.changed.notify_all()
+
+    def closed(self, segment: Segment) -> bool:
+        """Whether nothing is ever appended to it again, by the next process either."""
+        return segment.number < self._number
+
+    def segments(self) -> list[Segment]:
+        """Those that are not taken out."""
+        with self.changed:
+            return list(self._segments.values())
 
     @property
     def used_bytes(self) -> int:
-        return sum(segment.end for segment in list(self._segments.values()))
+        both = [*list(self._segments.values()), *list(self._leaving.values())]
+        return sum(segment.end for segment in both)
 
     @property
     def spare_bytes(self) -> int:
@@ -166,7 +192,7 @@ class Samples:
         self.sync()
         if current := self._segments.get(self._number):
             current.seal()
-        for segment in self._segments.values():
+        for segment in (*self._segments.values(), *self._leaving.values()):
             segment.close()
 
     def _writable(self) -> Segment:
@@ -186,7 +212,7 @@ class Samples:
         return segment.number == self._number and segment.end < self._segment_bytes
 
     def _remove(self, segment: Segment) -> None:
-        del self._segments[segment.number]
+        self._leaving[segment.number] = self._segments.pop(segment.number)
         for id in segment.ids:
             if id in self._records and self._records[id].segment == segment.number:
                 del self._records[id]

@@ -21,7 +21,7 @@ from draftfeed_producer.spool.directory import (
     segment_paths,
 )
 from draftfeed_producer.spool.samples import AHEAD_BYTES, Samples
-from draftfeed_producer.spool.segments import Damage, Record
+from draftfeed_producer.spool.segments import Damage, Record, Segment
 from draftfeed_producer.spool.space import Space
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
@@ -357,7 +357,11 @@ class Spool:
                 lambda id: id in gone or id in self._state.tombstones, short=not self._has_room()
             )
         self._kept_bytes = None if done else self._kept_bytes
-        self._samples.discard(done)
+        self._dispose(done)
+
+    def _dispose(self, segments: list[Segment]) -> None:
+        """No checkpoint needs anything of them."""
+        self._samples.discard(segments)
 
     def _has_room(self) -> bool:
         return self._space.has_room(self._samples.used_bytes, self._samples.spare_bytes)

@@ -1,0 +1,127 @@
+"""The directories of an archive: whose they are, and which of them has room."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from draftfeed_producer.archive.config import ArchiveConfig
+from draftfeed_producer.archive.sealed import SEGMENT
+from draftfeed_producer.errors import ArchiveError
+from draftfeed_producer.spool.files import free_bytes, make_directory, sync_directory
+from draftfeed_producer.spool.ranges import format_ranges
+from draftfeed_proto.descriptor import Descriptor
+from draftfeed_proto.ids import Shards
+
+FORMAT = 1
+NAME = "archive.json"
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """archive.json, which never changes."""
+
+    format: int
+    descriptor: Descriptor
+    prompts: Shards
+    """All shards of the prompt file. Its epochs are the first one alone: in an archive they do not
+    count."""
+
+
+class _Format(msgspec.Struct, frozen=True):
+    format: int
+
+
+class Roots:
+    """Where the next segment goes."""
+
+    def __init__(self, config: ArchiveConfig, contents: Contents) -> None:
+        """Raises ArchiveError."""
+        self._config = config
+        for root in config.roots:
+            _claim(root, contents)
+
+    def choose(self, size_bytes: int, used_bytes: int) -> tuple[Path | None, str]:
+        """(the root with most space left, why there is none)
+
+        size_bytes: of the segment. used_bytes: of all that is archived.
+        """
+        quota = self._config.quota_bytes
+        if quota and used_bytes + size_bytes > quota:
+            return None, f"it holds {used_bytes} bytes, [archive] quota_bytes is {quota}"
+        free = {root: _free(root) for root in self._config.roots}
+        root = max(free, key=lambda one: free[one])
+        if free[root] - size_bytes < self._config.min_free_bytes:
+            floor = self._config.min_free_bytes
+            return None, f"{root} has {free[root]} bytes left, [archive] min_free_bytes is {floor}"
+        return root, ""
+
+
+def describe_archive(descriptor: Descriptor, prompts: Shards) -> Contents:
+    return Contents(FORMAT, descriptor, prompts.one_epoch(prompts.epoch))
+
+
+def read_contents(root: Path) -> Contents:
+    """Raises ArchiveError when the directory is no archive, or one of another format."""
+    path = root / NAME
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArchiveError(root, f"is no archive: {NAME}: {error.strerror}") from None
+    try:
+        found = msgspec.json.decode(data, type=_Format).format
+        if found != FORMAT:
+            raise ArchiveError(root, f"has format {found}, this draftfeed reads {FORMAT}")
+        return msgspec.json.decode(data, type=Contents)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ArchiveError(path, f"cannot be read: {error}") from None
+
+
+def same_contents(roots: tuple[Path, ...]) -> Contents:
+    """What all of these roots are of. Raises ArchiveError when they are not of one stream."""
+    first = read_contents(roots[0])
+    for root in roots[1:]:
+        _compare(root, read_contents(root), first)
+    return first
+
+
+def _claim(root: Path, contents: Contents) -> None:
+    """Make the directory this stream's, or find that it is."""
+    if (root / NAME).exists():
+        _compare(root, read_contents(root), contents)
+        return
+    try:
+        make_directory(root)
+        if next(root.glob(f"*{SEGMENT}"), None) is not None:
+            raise ArchiveError(root, f"has segments and no {NAME}: it was lost, or never copied")
+        part = root / f"{NAME}.part"
+        with part.open("wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(contents)))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(root / NAME)
+        sync_directory(root)
+    except OSError as error:
+        raise ArchiveError(root, f"cannot be used as an archive: {error.strerror}") from None
+
+
+def _compare(root: Path, found: Contents, wanted: Contents) -> None:
+    here, there = wanted.descriptor, found.descriptor
+    fields = [
+        (name, getattr(there, name), getattr(here, name)) for name in Descriptor.__struct_fields__
+    ]
+    fields.append(("prompt file", found.prompts.dataset, wanted.prompts.dataset))
+    shards = (format_ranges(found.prompts.ranges), format_ranges(wanted.prompts.ranges))
+    fields.append(("shards of the prompt file", *shards))
+    for name, theirs, ours in fields:
+        if theirs != ours:
+            raise ArchiveError(
+                root, f"was made with {name} {theirs!r}, this is {ours!r}; choose another root"
+            )
+
+
+def _free(root: Path) -> int:
+    """-1 when it cannot be asked: nothing goes there."""
+    try:
+        return free_bytes(root)
+    except OSError:
+        return -1

@@ -1,0 +1,188 @@
+"""One sealed segment: the file, and the index beside it that makes it count."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import msgspec
+import xxhash
+
+from draftfeed_producer.errors import ArchiveDamaged
+from draftfeed_producer.spool import entries
+from draftfeed_producer.spool.entries import Kind
+from draftfeed_producer.spool.files import sync_directory
+from draftfeed_producer.spool.segments import Record, scan_records
+from draftfeed_proto.sample import SampleHeader
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 4 << 20
+SEGMENT, INDEX = ".seg", ".idx"
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The first entry of an index."""
+
+    stream_id: str
+    digest: str
+    """xxh3-128 of the segment file, which is its name too."""
+    bytes: int
+    samples: int
+
+
+class _Line(msgspec.Struct, frozen=True):
+    """An entry of an index: one sample, and (offset, bytes) of each of its frames."""
+
+    header: SampleHeader
+    chunks: tuple[tuple[int, int], ...]
+
+
+class Sealed(NamedTuple):
+    head: Head
+    records: list[Record]
+    """In the order in which they lie there."""
+
+
+class Interrupted(Exception):
+    """Sealing was told to stop; nothing of the segment is in the archive."""
+
+
+def seal(
+    segment: Path,
+    root: Path,
+    stream_id: str,
+    counts: Callable[[Record], bool],
+    stopped: Callable[[], bool],
+    *,
+    link: bool,
+) -> Head:
+    """Put a segment of a spool into an archive, verified to the last byte and durable.
+
+    counts: whether a record is to be served again; what is damaged is not, whatever it says.
+    link: the segment will never change and lies on the same file system, so no copy is needed;
+        where it cannot be linked it is copied.
+    stopped: asked for between blocks.
+    Raises OSError, and Interrupted; what was begun is then no part of the archive.
+    """
+    records = _records(segment, counts, stopped)
+    part = root / f"{segment.stem}-{os.getpid()}.part"
+    try:
+        digest, size = _copy(segment, part, stopped, link=link)
+        head = Head(stream_id, digest, size, len(records))
+        index = root / (digest + INDEX)
+        if not index.exists():  # else it was sealed before, and the spool's was not deleted yet
+            os.replace(part, root / (digest + SEGMENT))
+            _write_index(index, head, records)
+            sync_directory(root)
+    finally:
+        part.unlink(missing_ok=True)
+    return head
+
+
+def read_index(path: Path, number: int = 0) -> Sealed:
+    """number: what its records are to give as their segment.
+
+    Raises ArchiveDamaged when it is not what was written, or the segment beside it is missing or
+    of another size; SpoolError when it is of a newer version.
+    """
+    try:
+        return _read_index(path, number)
+    except (OSError, StopIteration) as error:
+        reason = getattr(error, "strerror", None) or "it ends early"
+        raise ArchiveDamaged(path, reason) from None
+
+
+def _read_index(path: Path, number: int) -> Sealed:
+    size = path.with_suffix(SEGMENT).stat().st_size
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = entries.scan(fd)
+        head = _payload(fd, next(found), path, Kind.INDEX, Head)
+        if (head.bytes, head.digest) != (size, path.stem):
+            raise ArchiveDamaged(path, f"its segment is not the one of {head.bytes} bytes")
+        records = []
+        for _ in range(head.samples):
+            line = _payload(fd, next(found), path, Kind.INDEXED, _Line)
+            records.append(Record(line.header, number, line.chunks))
+    finally:
+        os.close(fd)
+    return Sealed(head, records)
+
+
+def _payload(fd: int, entry: entries.Entry, path: Path, kind: Kind, of: type[T]) -> T:
+    payload = entries.read(fd, entry) if entry.kind is kind else None
+    if payload is None:
+        raise ArchiveDamaged(path, f"what is at byte {entry.start} is not what was written")
+    decoded: T = entries.decode(payload, of)
+    return decoded
+
+
+def digest_of(path: Path, stopped: Callable[[], bool] = bool) -> str:
+    """Raises OSError, and Interrupted."""
+    return _copy(path, None, stopped, link=False)[0]
+
+
+def _records(
+    segment: Path, counts: Callable[[Record], bool], stopped: Callable[[], bool]
+) -> list[Record]:
+    fd = os.open(segment, os.O_RDONLY | os.O_CLOEXEC)
+    records = []
+    try:
+        for found in scan_records(fd, int(segment.stem), verify=True, sealed=True):
+            if stopped():
+                raise Interrupted
+            if isinstance(found, Record) and counts(found):
+                records.append(found)
+    finally:
+        os.close(fd)
+    return records
+
+
+def _copy(
+    source: Path, part: Path | None, stopped: Callable[[], bool], *, link: bool
+) -> tuple[str, int]:
+    """(digest, bytes). The part is on the disk when it returns, linked or copied."""
+    linked = part is not None and link and _linked(source, part)
+    digest, size = xxhash.xxh3_128(), 0
+    with source.open("rb", buffering=0) as file:
+        copy = part.open("xb", buffering=0) if part is not None and not linked else None
+        try:
+            while block := file.read(BLOCK_BYTES):
+                if stopped():
+                    raise Interrupted
+                digest.update(block)
+                size += len(block)
+                if copy is not None:
+                    entries.write_all(copy.fileno(), block, size - len(block))
+            os.fdatasync((copy or file).fileno()) if part is not None else None
+        finally:
+            if copy is not None:
+                copy.close()
+    return digest.hexdigest(), size
+
+
+def _linked(source: Path, part: Path) -> bool:
+    try:
+        os.link(source, part)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    return True
+
+
+def _write_index(path: Path, head: Head, records: list[Record]) -> None:
+    part = path.with_suffix(".idx-part")
+    fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        end = entries.write(fd, 0, Kind.INDEX, msgspec.msgpack.encode(head))
+        for record in records:
+            line = msgspec.msgpack.encode(_Line(record.header, record.chunks))
+            end = entries.write(fd, end, Kind.INDEXED, line)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(part, path)

@@ -1,0 +1,97 @@
+"""The samples of an epoch that exist already, in the order in which they are served."""
+
+import threading
+
+import numpy as np
+
+from draftfeed_producer.archive.config import Order
+from draftfeed_producer.archive.store import ArchivedSpool
+from draftfeed_proto import ranges
+from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.sample import SampleHeader
+
+
+class Shelf:
+    """Filled by one thread, an epoch at a time; emptied by another."""
+
+    def __init__(self, spool: ArchivedSpool) -> None:
+        self._spool = spool
+        self._lock = threading.Lock()
+        self._ids: list[SampleId] = []
+        self._order = np.zeros(0, np.int64)
+        self._next = 0
+        self._lines = _Lines(IdSet(), 0)
+        self.served = 0
+        """Samples taken from it since the process began."""
+
+    def lines(self) -> IdSet:
+        """See `ArchivedSpool.lines`."""
+        return self._spool.lines()
+
+    def begin(self, epoch: int, ids: IdSet) -> None:
+        """ids: of the epoch, those to be served. The epoch before must be over."""
+        lines = _Lines(ids, epoch)
+        config = self._spool.archive.config
+        places = self._spool.archive.place(lines.ordinals)
+        segments = self._spool.archive.segment_of(places)
+        order = shuffled(places, segments, config.order, config.seed, epoch)
+        with self._lock:
+            assert self.exhausted
+            self._lines, self._order, self._next = lines, order, 0
+
+    def take(self) -> SampleId | None:
+        """The next one that is not finished by now; None when there is none."""
+        with self._lock:
+            while self._next < len(self._order):
+                id = self._lines.id(int(self._order[self._next]))
+                self._next += 1
+                if not self._spool.finished(id):
+                    self.served += 1
+                    return id
+        return None
+
+    def shelve(self, id: SampleId) -> SampleHeader | None:
+        """See `ArchivedSpool.shelve`."""
+        return self._spool.shelve(id)
+
+    @property
+    def exhausted(self) -> bool:
+        return self._next >= len(self._order)
+
+
+class _Lines:
+    """Ids of one epoch by position, in as few bytes as they need."""
+
+    def __init__(self, ids: IdSet, epoch: int) -> None:
+        self._epoch = epoch
+        parts = [
+            (dataset, shard, np.arange(start, stop, dtype=np.int64))
+            for dataset, _, shard, edges in ids.to_wire()
+            for start, stop in ranges.pairs(edges)
+        ]
+        self._dataset = parts[0][0] if parts else ""
+        none = np.zeros(0, np.int64)
+        self.ordinals = np.concatenate([none, *(part[2] for part in parts)])
+        shards = [np.full(len(ordinals), shard, np.int64) for _, shard, ordinals in parts]
+        self._shards = np.concatenate([none, *shards])
+
+    def id(self, at: int) -> SampleId:
+        return SampleId(self._dataset, self._epoch, int(self._shards[at]), int(self.ordinals[at]))
+
+
+def shuffled(
+    places: np.ndarray, segments: np.ndarray, order: Order, seed: int, epoch: int
+) -> np.ndarray:
+    """int64[n]: positions in the order of an epoch. The same for the same seed, epoch and archive.
+
+    places, segments: int64[n], see `Archive`; what lies in no sealed segment is as one of its own.
+    """
+    rng = np.random.Generator(np.random.PCG64([seed, epoch]))
+    if order == "samples":
+        return rng.permutation(len(places))
+    if order == "stored":
+        return np.argsort(places, kind="stable")
+    among = rng.permutation(len(places))
+    _, number = np.unique(segments, return_inverse=True)
+    rank = rng.permutation(int(number.max(initial=-1)) + 1)
+    return among[np.argsort(rank[number][among], kind="stable")]
