@@ -26,6 +26,7 @@ from draftfeed_deploy import (
     target_tools,
     top_tools,
 )
+from draftfeed_proto.limits import MAX_EPOCHS
 
 if TYPE_CHECKING:
     from draftfeed_deploy.consumer_file import ConsumerFile
@@ -198,6 +199,7 @@ def _demo(arguments: argparse.Namespace, console: Console) -> int:
             max_new_tokens=arguments.max_new_tokens,
             engine=arguments.engine,
             swap=arguments.swap,
+            epochs=arguments.epochs,
         )
         report = run_demo(options, console)
     print("\n".join(summary_lines(report)))
@@ -377,12 +379,27 @@ def _add_demo(commands: Commands) -> None:
         action="store_true",
         help="let a second consumer take over in the middle of the run",
     )
+    parser.add_argument(
+        "--epochs",
+        type=_epochs,
+        default=1,
+        metavar="N",
+        help="train every prompt N times: it is generated once, and comes out of an archive in the "
+        "later epochs (default: 1)",
+    )
 
 
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _epochs(text: str) -> int:
+    number = _positive(text)
+    if number > MAX_EPOCHS:
+        raise argparse.ArgumentTypeError(f"at most {MAX_EPOCHS}")
     return number
 
 

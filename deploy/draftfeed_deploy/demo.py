@@ -73,15 +73,29 @@ path = {target}
 [prompts]
 path = {prompts}
 shard_size = {shard_size}
-
+{epochs}
 [spool]
 dir = {spool}
-quota_bytes = 1_000_000_000
+{retain}quota_bytes = 1_000_000_000
 segment_bytes = 16_000_000
 audit = true             # a digest of every sample's tensors, compared at the other end
-
+{archive}
 [server]
 bind = {address}
+"""
+
+EPOCHS_TOML = """\
+epochs = {epochs}               # the first is generated, the others come out of the archive
+"""
+
+RETAIN_TOML = """\
+retain = "archive"       # what no checkpoint needs any more is sealed, not deleted
+"""
+
+ARCHIVE_TOML = """
+[archive]
+roots = [{archive}]
+min_free_bytes = 100_000_000
 """
 
 CONSUMER_TOML = """\
@@ -142,6 +156,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What runs the target; SGLang has an environment of its own, which `make sglang` builds."""
     swap: bool = False
     """A second consumer takes over in the middle of the run."""
+    epochs: int = 1
+    """The first is generated, the others come out of an archive of it."""
 
 
 def run_demo(options: DemoOptions, console: Console) -> Report:
@@ -165,7 +181,7 @@ def run_demo(options: DemoOptions, console: Console) -> Report:
     with phase(console, "evaluating the drafter on held-out prompts"):
         evaluation = evaluate(producer, trainer, _shipped(directory, "heldout.jsonl"))
     (directory / "evaluation.json").write_bytes(msgspec.json.encode(evaluation))
-    return write_report(directory, prompts, shard_size=SHARD_SIZE)
+    return write_report(directory, prompts, SHARD_SIZE, options.epochs)
 
 
 def _note_checkpoint(directory: Path, output_dir: Path) -> None:
@@ -224,6 +240,7 @@ def _write_configs(
         "max_new_tokens": options.max_new_tokens,
         "shard_size": SHARD_SIZE,
         **_pace(count, options),
+        **_several(directory, options.epochs),
     }
     producer = PRODUCER_TOML.format(engine=engine.toml.format(**values), **values)
     (directory / "producer.toml").write_text(producer)
@@ -238,6 +255,17 @@ def _pace(prompts: int, options: DemoOptions) -> dict[str, int]:
     return {
         "batch_size": max(1, min(40, prompts // 8)),
         "save_interval_steps": max(1, min(50, prompts // 8)),
+    }
+
+
+def _several(directory: Path, epochs: int) -> dict[str, str]:
+    """Of the producer's tables, what only several epochs need."""
+    if epochs == 1:
+        return {"epochs": "", "retain": "", "archive": ""}
+    return {
+        "epochs": EPOCHS_TOML.format(epochs=epochs),
+        "retain": RETAIN_TOML,
+        "archive": ARCHIVE_TOML.format(archive=_quoted(directory / "archive")),
     }
 
 

@@ -10,7 +10,15 @@ from pathlib import Path
 import msgspec
 
 from draftfeed_deploy.records import Evaluation, ProducerSnapshot, Rejection
-from draftfeed_deploy.report_checks import Check, expected_prompts, loss_words, run_checks, uses
+from draftfeed_deploy.report_checks import (
+    Check,
+    Expected,
+    expected_prompts,
+    loss_words,
+    run_checks,
+    uses,
+)
+from draftfeed_deploy.report_epochs import EpochReport, epoch_lines, epoch_reports
 from draftfeed_deploy.report_html import render
 from draftfeed_deploy.report_records import RunFiles, read_run
 from draftfeed_deploy.report_swap import SwapReport, swap_lines, swap_report
@@ -43,6 +51,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Dataset part of every sample id: 16 hex digits of the prompt file's SHA-256."""
     duration_seconds: float
     prompts: int
+    """In every epoch, each a sample of its own."""
     generated: int
     trained: int
     """Distinct samples used by a completed optimizer step."""
@@ -69,6 +78,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: Evaluation | None
     swap: SwapReport | None = None
     """When a second consumer took over."""
+    epochs: list[EpochReport] = []
+    """When there were several."""
     checks: list[Check]
 
     @property
@@ -76,20 +87,24 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return all(check.passed for check in self.checks)
 
 
-def judge_run(run_dir: Path, prompts_path: Path, shard_size: int = SHARD_SIZE) -> Report:
+def judge_run(
+    run_dir: Path, prompts_path: Path, shard_size: int = SHARD_SIZE, epochs: int = 1
+) -> Report:
     """Judge the run in `run_dir` and write nothing. Damage is a failed check, not an error."""
-    return _judge(read_run(run_dir), run_dir, prompts_path, shard_size)
+    return _judge(read_run(run_dir), run_dir, expected_prompts(prompts_path, shard_size, epochs))
 
 
-def write_report(run_dir: Path, prompts_path: Path, shard_size: int = SHARD_SIZE) -> Report:
+def write_report(
+    run_dir: Path, prompts_path: Path, shard_size: int = SHARD_SIZE, epochs: int = 1
+) -> Report:
     """Judge the run in `run_dir`; write `report.json` and `report.html` beside its files.
 
-    `shard_size` is the producer's: it is part of the sample ids that are expected.
+    `shard_size` and `epochs` are the producer's: both are part of the sample ids that are expected.
     Whatever is missing or damaged becomes a failed check. Raises OSError only when the reports
     cannot be written, and ImportError when matplotlib is not there to draw the page.
     """
     files = read_run(run_dir)
-    report = _judge(files, run_dir, prompts_path, shard_size)
+    report = _judge(files, run_dir, expected_prompts(prompts_path, shard_size, epochs))
     run_dir.mkdir(parents=True, exist_ok=True)
     document = {"passed": report.passed, **msgspec.to_builtins(report)}
     text = msgspec.json.format(msgspec.json.encode(document))
@@ -98,14 +113,13 @@ def write_report(run_dir: Path, prompts_path: Path, shard_size: int = SHARD_SIZE
     return report
 
 
-def _judge(files: RunFiles, run_dir: Path, prompts_path: Path, shard_size: int) -> Report:
-    expected = expected_prompts(prompts_path, shard_size)
+def _judge(files: RunFiles, run_dir: Path, expected: Expected) -> Report:
     last = files.producer[-1] if files.producer else None
     return Report(
         draftfeed_version=importlib.metadata.version("draftfeed"),
         written_at=datetime.now(UTC).isoformat(timespec="seconds"),
         run=run_dir.resolve().name,
-        prompts_file=prompts_path.name,
+        prompts_file=expected.file,
         dataset=expected.dataset,
         duration_seconds=files.duration_seconds,
         prompts=len(expected.names),
@@ -131,6 +145,7 @@ def _judge(files: RunFiles, run_dir: Path, prompts_path: Path, shard_size: int) 
         final_training_loss=_last_loss(files),
         evaluation=files.evaluation,
         swap=swap_report(files),
+        epochs=epoch_reports(files, expected.epochs),
         checks=run_checks(files, expected),
     )
 
@@ -141,7 +156,7 @@ def summary_lines(report: Report) -> list[str]:
     verdict = "FAILED" if failed else "PASSED"
     ratio = f", ratio {report.ratio:.3f}" if report.ratio else ""
     return [
-        f"{verdict}: {report.trained} of {report.prompts} prompts trained in {report.steps} steps,"
+        f"{verdict}: {report.trained} of {report.prompts} {_each(report)} in {report.steps} steps,"
         f" {report.duration_seconds:.0f} s",
         f"  generated  {report.generated} samples, {report.tokens:,} tokens"
         f" ({report.response_tokens:,} of responses), {report.tokens_per_second:.0f} tokens/s,"
@@ -153,9 +168,15 @@ def summary_lines(report: Report) -> list[str]:
         f"  stalls     producer: {_stalls(report.producer_stall_seconds)};"
         f" consumer: {_stalls(report.consumer_stall_seconds)}",
         *(swap_lines(report.swap) if report.swap else []),
+        *epoch_lines(report.epochs),
         f"  checks     {len(report.checks) - len(failed)} of {len(report.checks)} passed",
         *(f"  FAILED     {check.name}: {check.detail}" for check in failed),
     ]
+
+
+def _each(report: Report) -> str:
+    count = len(report.epochs)
+    return f"samples of {count} epochs trained" if count else "prompts trained"
 
 
 def _tokens_per_second(snapshots: list[ProducerSnapshot]) -> float:

@@ -18,6 +18,7 @@ from draftfeed_deploy.records import (
     ProducerSnapshot,
     ReceivedSample,
 )
+from draftfeed_deploy.report_epochs import delivered, epoch_of, in_epoch, sources
 from draftfeed_deploy.report_records import RunFiles
 from draftfeed_proto.ids import SampleId
 
@@ -35,11 +36,14 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """Identity of every prompt of the prompt file: sample id -> the name people know it by."""
+    """Identity of every prompt of the prompt file, in every epoch: sample id -> the name people
+    know it by."""
 
     dataset: str
     names: dict[str, str]
     problem: str = ""
+    file: str = ""
+    epochs: int = 1
 
     def listing(self, ids: Iterable[str], most: int = 4) -> str:
         """The first few ids in words: `code-017 (line 18), de-002 (line 40) and 3 more`."""
@@ -58,10 +62,11 @@ def run_checks(files: RunFiles, expected: Expected) -> list[Check]:
         _check_audit(files),
         _check_digests(files, expected),
         _check_rows(files, expected),
-        _check_wire(files),
+        _check_wire(files, expected),
         _check_loss(files),
         _check_values(files.producer[-1] if files.producer else None),
         *([_check_swap(files)] if len(files.consumers) > 1 else []),
+        *(_check_epochs(files, expected) if expected.epochs > 1 else []),
     ]
 
 
@@ -73,21 +78,23 @@ def _check_readable(files: RunFiles) -> Check:
 
 def _check_accounted(files: RunFiles, expected: Expected) -> Check:
     """Every prompt was generated or refused by name, and nothing came from elsewhere."""
-    generated = {sample.id for sample in files.generated}
+    generated = dict(sources(files, expected.epochs)).keys()
     rejected = {rejection.id for rejection in files.rejected}
     faults = [expected.problem] if expected.problem else []
     if lost := expected.names.keys() - generated - rejected:
         faults.append(f"{len(lost)} neither generated nor rejected: {expected.listing(lost)}")
     if strange := (generated | rejected) - expected.names.keys():
         faults.append(f"{len(strange)} not in the prompt file: {expected.listing(strange)}")
-    detail = f"{len(expected.names)} prompts = {len(generated - rejected)} generated"
+    several = expected.epochs > 1
+    what, how = ("samples", "generated or archived") if several else ("prompts", "generated")
+    detail = f"{len(expected.names)} {what} = {len(generated - rejected)} {how}"
     detail += f" + {len(rejected)} rejected"
     return _check("every prompt accounted for", detail, faults)
 
 
 def _check_trained(files: RunFiles, expected: Expected) -> Check:
     rejected = {rejection.id for rejection in files.rejected}
-    generated = {sample.id for sample in files.generated} - rejected
+    generated = dict(sources(files, expected.epochs)).keys() - rejected
     trained = uses(files).keys()
     detail = f"{len(generated | rejected)} samples = {len(trained)} trained"
     if files.rejected:
@@ -160,9 +167,62 @@ def _check_swap(files: RunFiles) -> Check:
     return _check("a second consumer took over in mid-run", detail, faults)
 
 
+def _check_epochs(files: RunFiles, expected: Expected) -> list[Check]:
+    return [
+        _check_generated_once(files, expected),
+        _check_delivered(files, expected),
+        _check_equal(files, expected),
+    ]
+
+
+def _check_generated_once(files: RunFiles, expected: Expected) -> Check:
+    counts = Counter(in_epoch(sample.id, 0) for sample in files.generated)
+    again = [id for id, times in counts.items() if times > 1]
+    faults = [f"{len(again)} more than once: {expected.listing(again)}"] if again else []
+    later = {sample.id for sample in files.generated if epoch_of(sample.id)}
+    if unarchived := later - set(again):
+        faults.append(f"{len(unarchived)} for a later epoch: {expected.listing(unarchived)}")
+    snapshot = files.producer[-1].samples if files.producer else 0
+    if snapshot != len(files.generated):
+        faults.append(f"the producer counted {snapshot} samples and listed {len(files.generated)}")
+    detail = f"{len(files.generated)} samples for {len(expected.names)} in {expected.epochs} epochs"
+    return _check("the target generated each prompt once", detail, faults)
+
+
+def _check_delivered(files: RunFiles, expected: Expected) -> Check:
+    """A sample that a swap brings twice is a second consumer's."""
+    counts = Counter(sample.id for sample in files.received)
+    faults, sizes = [], []
+    for epoch in range(expected.epochs):
+        due = {id for id in expected.names if epoch_of(id) == epoch}
+        due -= {rejection.id for rejection in files.rejected}
+        got = {sample.id for sample in delivered(files, epoch)}
+        sizes.append(str(len(got)))
+        if lost := due - got:
+            faults.append(f"{len(lost)} never in epoch {epoch + 1}: {expected.listing(lost)}")
+    if again := [id for id, times in counts.items() if times > len(files.consumers)]:
+        faults.append(f"{len(again)} more than once: {expected.listing(again)}")
+    detail = f"{', '.join(sizes)} samples in epochs 1 to {expected.epochs}"
+    return _check("every epoch delivered every prompt once", detail, faults)
+
+
+def _check_equal(files: RunFiles, expected: Expected) -> Check:
+    """Digests of the tensors: the producer's from before it encoded them for the first epoch, and
+    the consumer's of each sample that it decoded."""
+    made = {s.id: s.digest for s in files.generated if epoch_of(s.id) == 0}
+    first = {sample.id: sample.digest for sample in delivered(files, 0)}
+    later = [sample for sample in files.received if epoch_of(sample.id)]
+    wanted = {s.id: {side.get(in_epoch(s.id, 0)) for side in (made, first)} for s in later}
+    differing = {sample.id for sample in later if wanted[sample.id] != {sample.digest}}
+    faults = [f"{len(differing)} differ: {expected.listing(differing)}"] if differing else []
+    faults += [] if later else ["no sample of a later epoch came"]
+    detail = f"{len(later)} samples equal to epoch 1's, as generated and as received there"
+    return _check("later epochs are byte for byte the first", detail, faults)
+
+
 def _check_digests(files: RunFiles, expected: Expected) -> Check:
     trained = uses(files).keys()
-    made = {sample.id: sample.digest for sample in files.generated}
+    made = {id: source.digest for id, source in sources(files, expected.epochs)}
     got = [sample for sample in files.received if sample.id in trained]
     differing = {s.id for s in got if s.id in made and made[s.id] != s.digest}
     # A digest that only one side wrote down proves nothing.
@@ -177,7 +237,7 @@ def _check_digests(files: RunFiles, expected: Expected) -> Check:
 
 def _check_rows(files: RunFiles, expected: Expected) -> Check:
     """The last token of a sample was never fed, so a sample of n+1 tokens has n rows."""
-    made = {sample.id: sample for sample in files.generated}
+    made = dict(sources(files, expected.epochs))
     faults = []
     sides: dict[str, Sequence[GeneratedSample | ReceivedSample]] = {
         "producer": files.generated,
@@ -196,13 +256,14 @@ def _check_rows(files: RunFiles, expected: Expected) -> Check:
     return _check("a row for every fed token", detail, faults)
 
 
-def _check_wire(files: RunFiles) -> Check:
+def _check_wire(files: RunFiles, expected: Expected) -> Check:
     consumers = [one.snapshots[-1] for one in files.consumers if one.snapshots]
     received = sum(last.logical_bytes for last in consumers)
     made = files.producer[-1].logical_bytes if files.producer else 0
     sent = files.producer[-1].wire_bytes if files.producer else 0
-    # What a second consumer got again was made once and sent twice.
-    moved = max(made, received) if len(files.consumers) > 1 else made
+    # What a second consumer got again, and a later epoch, was made once and sent twice.
+    several = len(files.consumers) > 1 or expected.epochs > 1
+    moved = max(made, received) if several else made
     sides = {
         "producer": (moved, sent),
         "consumer": (received, sum(last.wire_bytes for last in consumers)),
@@ -250,21 +311,27 @@ def _check(name: str, detail: str, faults: list[str], most: int = 3) -> Check:
     return Check(name, not faults, "; ".join(faults[:most] + more) if faults else detail)
 
 
-def expected_prompts(path: Path, shard_size: int) -> Expected:
-    """Identity of every prompt of a file in its first epoch; shards hold `shard_size` lines."""
+def expected_prompts(path: Path, shard_size: int, epochs: int = 1) -> Expected:
+    """Identity of every prompt of a file in its first epochs; shards hold `shard_size` lines."""
     try:
         raw = path.read_bytes()
     except OSError as error:
-        return Expected("", {}, f"{path.name} cannot be read: {error.strerror}")
+        return Expected("", {}, f"{path.name} cannot be read: {error.strerror}", path.name, epochs)
     dataset = hashlib.sha256(raw).hexdigest()[:16]
     names = {
-        str(
-            SampleId(dataset, 0, ordinal // shard_size, ordinal)
-        ): f"{_key(line, ordinal)} (line {ordinal + 1})"
+        str(SampleId(dataset, epoch, ordinal // shard_size, ordinal)): _name(line, ordinal, epoch)
         for ordinal, line in enumerate(raw.split(b"\n"))
         if line.strip()
+        for epoch in range(epochs)
     }
-    return Expected(dataset, names, "" if names else f"{path.name} holds no prompt")
+    problem = "" if names else f"{path.name} holds no prompt"
+    return Expected(dataset, names, problem, path.name, epochs)
+
+
+def _name(line: bytes, ordinal: int, epoch: int) -> str:
+    """Epochs are counted from 1; the first goes without saying."""
+    later = f", epoch {epoch + 1}" if epoch else ""
+    return f"{_key(line, ordinal)} (line {ordinal + 1}{later})"
 
 
 def _key(line: bytes, ordinal: int) -> str:

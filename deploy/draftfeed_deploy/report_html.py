@@ -6,6 +6,7 @@ from importlib.resources import files as package_files
 from string import Template
 from typing import TYPE_CHECKING
 
+from draftfeed_deploy.report_epochs import EpochReport
 from draftfeed_deploy.report_plots import plots
 from draftfeed_deploy.report_records import RunFiles
 from draftfeed_deploy.report_swap import Generation, SwapReport
@@ -28,6 +29,7 @@ def render(report: "Report", files: RunFiles) -> str:
         checks_passed=f"{sum(check.passed for check in checks)} of {len(checks)}",
         checks="".join(map(_check_row, checks)),
         swap=_swap(report.swap) if report.swap else "",
+        epochs=_epochs(report.epochs) if report.epochs else "",
         stalls="".join(_stall_rows(report)),
         layers="".join(_layer_rows(report.layers)),
         facts="".join(_fact_rows(report)),
@@ -41,7 +43,7 @@ def _verdict(report: "Report") -> str:
 
 def _subtitle(report: "Report") -> str:
     return (
-        f"{report.prompts} prompts, {report.generated} samples generated, "
+        f"{_asked(report)}, {report.generated} samples generated, "
         f"{report.trained} trained in {report.steps} optimizer steps, "
         f"{_duration(report.duration_seconds)}"
     )
@@ -49,7 +51,7 @@ def _subtitle(report: "Report") -> str:
 
 def _tiles(report: "Report") -> Iterable[str]:
     ratio = f"{report.ratio:.3f}" if report.ratio else "–"
-    yield _tile("trained", f"{report.trained:,}", f"of {report.prompts:,} prompts")
+    yield _tile("trained", f"{report.trained:,}", f"of {_asked(report)}")
     yield _tile("generated", f"{report.tokens_per_second:,.0f}", "tokens/s")
     encoded = f"{_size(report.logical_bytes)} encoded as {_size(report.encoded_bytes)}"
     yield _tile("ratio", ratio, encoded)
@@ -60,6 +62,11 @@ def _tiles(report: "Report") -> Iterable[str]:
     change = f"{after / before - 1:+.0%}".replace("-", "−") if before > 0 else "–"
     yield _tile("held-out loss", change, f"{before:.2f} → {after:.2f}")
     yield _tile("accepted length", f"{evaluation.accepted_length:.2f}", "tokens a target call")
+
+
+def _asked(report: "Report") -> str:
+    what = f"samples in {len(report.epochs)} epochs" if report.epochs else "prompts"
+    return f"{report.prompts:,} {what}"
 
 
 def _tile(label: str, value: str, unit: str) -> str:
@@ -103,6 +110,22 @@ def _swap_rows(swap: SwapReport) -> Iterable[str]:
     }
     for what, seconds in times.items():
         yield _row(f"{what}, after the run began", "", f"{seconds:.1f} s", "")
+
+
+def _epochs(epochs: list[EpochReport]) -> str:
+    rows = "".join(map(_epoch_row, epochs))
+    note = "the target ran for the first, the others came out of the archive"
+    heads = ("generated", "delivered", "trained", "equal to epoch 1", "first to last")
+    return (
+        f'<section><h2>Epochs <small>{note}</small></h2><table class="number"><thead><tr><th></th>'
+        f"{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></section>"
+    )
+
+
+def _epoch_row(one: EpochReport) -> str:
+    counts = (one.generated, one.delivered, one.trained, one.equal)
+    return _row(f"epoch {one.epoch}", *(f"{n:,}" for n in counts), f"{one.seconds:.1f} s")
 
 
 def _stall_rows(report: "Report") -> Iterable[str]:

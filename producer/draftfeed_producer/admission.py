@@ -44,12 +44,12 @@ class Admission:
         self._source, self._spool, self._server, self._stopped = source, spool, server, stopped
         self._owned = source.ids.within(spool.shards)
         self.prompts = len(self._owned)
-        self._epochs = iter(spool.shards.each_epoch)
+        self._epochs = deque(spool.shards.each_epoch)
+        """Not begun yet."""
         self._fresh: Iterator[SampleId] | None = None
         """Of the epoch; None when all were given out."""
         self._lost: Iterator[SampleId] | None = None
         """Of the epoch. None: there are none, or they are the fresh ones by now."""
-        self._epochs_left = True
         self._again: deque[SampleId] = deque()
         self._begun = IdSet()
         """Given out, and neither stored nor given up yet."""
@@ -109,7 +109,7 @@ class Admission:
     @property
     def over(self) -> bool:
         """Whether every prompt of every epoch was given out."""
-        return self._given_out and not self._epochs_left
+        return self._given_out and not self._epochs
 
     @property
     def _given_out(self) -> bool:
@@ -118,15 +118,11 @@ class Admission:
         return self._fresh is None and self._lost is None and not on_shelf
 
     def _begin_epoch(self) -> None:
-        """When all of the last one is stored: what is of no epoch's making yet cannot be told from
-        what is of this one's before that."""
-        if not self._given_out or self._begun or not self._epochs_left:
+        """When all of the last one is stored: what exists of a line is known only then."""
+        if not self._given_out or self._begun or not self._epochs:
             return
-        epoch = next(self._epochs, None)
-        if epoch is None:
-            self._epochs_left = False
-            return
-        ids = self._owned.within(self._spool.shards.one_epoch(epoch))
+        epoch = self._epochs.popleft()
+        ids = self._owned.within(self._spool.shards.one_epoch(epoch)) - self._spool.committed
         for id in self._quarantined(epoch) & ids:
             if not self._spool.finished(id):
                 self._server.quarantine(id, "it was quarantined in an earlier epoch")

@@ -19,14 +19,15 @@ CONTROL_LOG = "control.log"
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Contents of spool.json, which never change."""
+    """Contents of spool.json, which never change but for the epochs: those may grow."""
 
     format: int
     descriptor: Descriptor
     prompts: Shards
     """All shards of the prompt file."""
     shards: str
-    """As configured when the spool was made; empty: all. What it owns by now is in the log."""
+    """As configured when the spool was made; empty: all. What it owns by now is in the log, of
+    every epoch that there is."""
 
     @classmethod
     def of(cls, descriptor: Descriptor, prompts: Shards, shards: str) -> "Owner":
@@ -96,8 +97,10 @@ def claim(directory: Path, owner: Owner) -> None:
     when the owner wants shards that the prompt file does not have.
     """
     if (directory / "spool.json").exists():
-        _compare(directory, read_owner(directory), owner)
-        return
+        found = read_owner(directory)
+        _compare(directory, found, owner)
+        if found.prompts.epochs == owner.prompts.epochs:
+            return
     owner.chosen()  # a spool that could never be opened must not be made
     try:
         _write_owner(directory / "spool.json", owner)
@@ -128,6 +131,8 @@ def _fields(found: Owner, owner: Owner) -> Iterator[tuple[str, object, object]]:
     for field in Descriptor.__struct_fields__:
         yield field, getattr(found.descriptor, field), getattr(owner.descriptor, field)
     yield "[spool] shards", found.shards, owner.shards
+    if owner.prompts.epochs < found.prompts.epochs:  # there may be samples of all of them
+        yield "epochs", found.prompts.epochs, owner.prompts.epochs
 
 
 def _write_owner(path: Path, owner: Owner) -> None:

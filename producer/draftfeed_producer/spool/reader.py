@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from draftfeed_producer.errors import SpoolError
 from draftfeed_producer.spool.control import Control
 from draftfeed_producer.spool.control_log import KEEP_ALL, read_control
@@ -47,7 +49,8 @@ class Reader:
     @property
     def shards(self) -> Shards:
         """Those it owns."""
-        return self.control.owned.shards if self.control.owned else self.owner.chosen()
+        owned = self.control.owned.shards if self.control.owned else self.owner.chosen()
+        return msgspec.structs.replace(owned, epochs=self.owner.prompts.epochs)
 
     def segments(self) -> list[SegmentFile]:
         """In order. A producer may delete any of them at any time."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from draftfeed_producer.errors import SpoolDamaged, SpoolError, SpoolFull
 from draftfeed_producer.spool import control
 from draftfeed_producer.spool.config import SpoolConfig
@@ -63,6 +65,7 @@ class Spool:
         codec = codecs.by_name(config.codec)
         self._encoder = Encoder(codec, config.chunk_bytes, config.encode_threads)
         self._space = Space(config)
+        self._epochs = shards.epochs
         self._committed = IdSet()
         self._ended_counts: Counter[str] = Counter()
         self._kept_bytes: int | None = None
@@ -203,14 +206,14 @@ class Spool:
     def shards(self) -> Shards:
         """Those whose prompts this spool answers for."""
         assert self._state.owned is not None
-        return self._state.owned.shards
+        return replace(self._state.owned.shards, epochs=self._epochs)
 
     @property
     def lost(self) -> Shards:
         """Those of them that were taken over from a spool that is gone. Nothing of them may be
         generated before the trainer has said what it has: see `settle_lost`."""
         assert self._state.owned is not None
-        return self._state.owned.lost
+        return replace(self._state.owned.lost, epochs=self._epochs)
 
     @property
     def term(self) -> Term | None:
