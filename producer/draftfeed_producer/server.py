@@ -256,12 +256,12 @@ class Server:
     def _restock(self) -> None:
         """Off the shelf, as many as members may soon ask for: no more, for each takes memory."""
         while self._shelf is not None and self._delivery.stock.spooled < RESTOCK_SAMPLES:
-            id = self._shelf.take()
-            if id is None:
+            taken = self._shelf.take()
+            if taken is None:
                 return
+            id, header = taken
             if id in self._delivery.stock:
                 continue  # a rollback brought it back before
-            header = self._shelf.shelve(id)
             delivery = self._delivery
             self._perform(delivery.remake(id) if header is None else delivery.stored(header))
 

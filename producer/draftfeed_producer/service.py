@@ -203,7 +203,7 @@ class ProducerService:
             return spool, None
         archive = source.archive
         if archive is None:
-            archive = Archive(config.archive, descriptor, source.shards)
+            archive = Archive(config.archive, descriptor, source.shards, source.ids)
             stack.callback(archive.close)
         archived = ArchivedSpool(config.spool, descriptor, source.shards, archive)
         stack.callback(archived.close)

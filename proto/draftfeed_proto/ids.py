@@ -42,6 +42,10 @@ class SampleId(
     def partition(self) -> Partition:
         return (self.dataset, self.epoch, self.shard)
 
+    def in_epoch(self, epoch: int) -> "SampleId":
+        """The same line in another epoch."""
+        return SampleId(self.dataset, epoch, self.shard, self.ordinal)
+
     def __str__(self) -> str:
         return f"{self.dataset}/{self.epoch}/{self.shard}/{self.ordinal}"
 

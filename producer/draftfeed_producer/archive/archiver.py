@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from draftfeed_producer.archive.index import Archive
 from draftfeed_producer.archive.sealed import Interrupted, seal
-from draftfeed_producer.errors import ArchiveError
+from draftfeed_producer.errors import SpoolError
 from draftfeed_producer.spool.segments import Record, Segment
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,11 @@ class Archiver:
         while (job := self._jobs.get()) is not None and not self._stopped.is_set():
             try:
                 self._seal(job)
+                job.done()
             except Interrupted:
                 return
-            job.done()
+            except OSError as error:  # the spool's own, which its next start finds again
+                logger.error("%s cannot be deleted: %s", job.segment.path, error.strerror)
 
     def _seal(self, job: _Job) -> None:
         path = job.segment.path
@@ -72,7 +74,7 @@ class Archiver:
         try:
             head = seal(path, root, stream_id, self._counts, self._stopped.is_set, link=job.link)
             self._archive.add(root, head)
-        except (OSError, ArchiveError) as error:
+        except (OSError, SpoolError) as error:
             self._miss(job.segment, f"{root}: {getattr(error, 'strerror', None) or error}")
             return
         if self.alarm:

@@ -17,14 +17,15 @@ from draftfeed_producer.archive.roots import Roots, describe_archive
 from draftfeed_producer.archive.sealed import INDEX, SEGMENT, Head, Sealed, read_index
 from draftfeed_producer.errors import ArchiveError
 from draftfeed_producer.spool.segments import Record, frame_fault
+from draftfeed_proto import ranges
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
 
 logger = logging.getLogger(__name__)
 
-OPEN_SEGMENTS = 64
-"""Whose index and file descriptor are held."""
+OPEN_SEGMENTS, OPEN_RECORDS = 64, 8192
+"""Whose index and file descriptor are held, and what those indexes may have together."""
 LINE_SECONDS = 10.0
 _POSITION_BITS = 24
 
@@ -51,16 +52,26 @@ class Archive:
     """The sealed segments of one stream and prompt file, in all roots. Epochs do not count in it:
     a line of the prompt file is there or not. One thread may add while another reads."""
 
-    def __init__(self, config: ArchiveConfig, descriptor: Descriptor, prompts: Shards) -> None:
+    def __init__(
+        self,
+        config: ArchiveConfig,
+        descriptor: Descriptor,
+        prompts: Shards,
+        lines: IdSet = IdSet(),  # noqa: B008 - not changed
+    ) -> None:
         """Makes the roots that are missing, and reads every index.
 
+        lines: prompts of the file, to be written down where a root is made.
         Raises ArchiveError when a root cannot be used or is of another stream or prompt file.
         """
         self.config, self.descriptor = config, descriptor
-        self.roots = Roots(config, describe_archive(descriptor, prompts))
+        self.contents = describe_archive(descriptor, prompts, lines)
+        self.roots = Roots(config, self.contents)
         self._lock = threading.Lock()
-        self._segments: list[Path] = []
-        """By number, without the ending."""
+        self._digests: list[bytes] = []
+        self._in_root: list[int] = []
+        self._numbers: dict[bytes, int] = {}
+        """Of the segments: what names each, and its root; by number. There may be 100,000."""
         self._places = np.zeros(0, np.int64)
         """By ordinal: (segment << bits | position) + 1; 0: not there."""
         self._lines = IdSet()
@@ -69,6 +80,8 @@ class Archive:
         self.longest_rows = 0
         """Of its samples."""
         self._opened: OrderedDict[int, _Open] = OrderedDict()
+        self._unreadable: set[int] = set()
+        """Segments of which that was said."""
         self._load()
 
     def __contains__(self, id: SampleId) -> bool:
@@ -112,7 +125,7 @@ class Archive:
         with self._lock:
             if id.ordinal < len(self._places):
                 self._places[id.ordinal] = 0
-            self._lines.discard(_of_epoch_0(id))
+            self._lines.discard(id.in_epoch(0))
 
     def place(self, ordinals: np.ndarray) -> np.ndarray:
         """int64[n]: (segment, position) of each as one number that sorts; -1: not there."""
@@ -131,16 +144,25 @@ class Archive:
         self._take(root / (head.digest + INDEX))
 
     def records(self) -> Iterator[Record]:
-        """Every sample, by its segment. Raises ArchiveDamaged."""
-        with self._lock:
-            segments = list(self._segments)
-        for number, path in enumerate(segments):
-            yield from read_index(path.with_suffix(INDEX), number).records
+        """Every sample that is served, segment by segment. Raises ArchiveDamaged."""
+        for number in range(len(self._digests)):
+            yield from self.records_in(number)
+
+    def records_in(self, number: int) -> list[Record]:
+        """Those of a segment that are served from there. Raises ArchiveDamaged."""
+        records = read_index(self.path(number).with_suffix(INDEX), number).records
+        ordinals = np.array([record.header.id.ordinal for record in records], np.int64)
+        here = self.place(ordinals) == (number << _POSITION_BITS) + np.arange(len(records))
+        return [record for record, counts in zip(records, here, strict=True) if counts]
+
+    def path(self, number: int) -> Path:
+        """Of a segment, without the ending."""
+        return self.config.roots[self._in_root[number]] / self._digests[number].hex()
 
     def statistics(self, alarm: str = "", missed: int = 0) -> ArchiveStatistics:
         with self._lock:
             return ArchiveStatistics(
-                len(self._segments),
+                len(self._digests),
                 len(self._lines),
                 self._bytes,
                 self.config.quota_bytes,
@@ -171,13 +193,24 @@ class Archive:
         sealed = read_index(path)
         if sealed.head.stream_id != self.descriptor.stream_id():
             raise ArchiveError(path, f"is of another stream ({sealed.head.stream_id[:8]})")
+        self._check(path, sealed)
+        digest = bytes.fromhex(sealed.head.digest)
         with self._lock:
-            if path.with_suffix("") in self._segments:
-                return
-            number = len(self._segments)
-            self._segments.append(path.with_suffix(""))
+            if digest in self._numbers:
+                return  # a copy of it
+            number = self._numbers[digest] = len(self._digests)
+            self._digests.append(digest)
+            self._in_root.append(self.config.roots.index(path.parent))
             self._bytes += sealed.head.bytes
             self._index(sealed, number)
+
+    def _check(self, path: Path, sealed: Sealed) -> None:
+        """A copy that went into the wrong root must not pass for lines of this prompt file."""
+        prompts = self.contents.prompts
+        for record in sealed.records:
+            id = record.header.id
+            if id.dataset != prompts.dataset or not ranges.contains(prompts.ranges, id.shard):
+                raise ArchiveError(path, f"is of another prompt file ({id})")
 
     def _index(self, sealed: Sealed, number: int) -> None:
         """Of two copies of a line the first stays."""
@@ -192,7 +225,7 @@ class Archive:
             self.longest_rows = max(self.longest_rows, record.header.rows)
             if self._places[id.ordinal] == 0:
                 self._places[id.ordinal] = (number << _POSITION_BITS | position) + 1
-                self._lines.add(_of_epoch_0(id))
+                self._lines.add(id.in_epoch(0))
 
     # reading
 
@@ -213,13 +246,15 @@ class Archive:
         try:
             opened = self._open(place[0])
         except ArchiveError as error:
-            logger.error("%s", error)
+            if place[0] not in self._unreadable:  # else it is said for every sample
+                self._unreadable.add(place[0])
+                logger.error("%s; its samples are not served", error)
             return None
         return opened.records[place[1]], opened.fd
 
     def _open(self, number: int) -> _Open:
         with self._lock:
-            path = self._segments[number]
+            path = self.path(number)
             if number in self._opened:
                 self._opened.move_to_end(number)
                 return self._opened[number]
@@ -230,10 +265,11 @@ class Archive:
             raise ArchiveError(path.with_suffix(SEGMENT), str(error.strerror)) from None
         with self._lock:
             self._opened[number] = opened
-            if len(self._opened) > OPEN_SEGMENTS:
+            while self._too_many_open():
                 os.close(self._opened.popitem(last=False)[1].fd)
         return opened
 
-
-def _of_epoch_0(id: SampleId) -> SampleId:
-    return msgspec.structs.replace(id, epoch=0)
+    def _too_many_open(self) -> bool:
+        records = sum(len(one.records) for one in self._opened.values())
+        count = len(self._opened)
+        return count > OPEN_SEGMENTS or (records > OPEN_RECORDS and count > 1)

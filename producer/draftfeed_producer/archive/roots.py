@@ -11,7 +11,7 @@ from draftfeed_producer.errors import ArchiveError
 from draftfeed_producer.spool.files import free_bytes, make_directory, sync_directory
 from draftfeed_producer.spool.ranges import format_ranges
 from draftfeed_proto.descriptor import Descriptor
-from draftfeed_proto.ids import Shards
+from draftfeed_proto.ids import IdSet, Shards, WireRanges
 
 FORMAT = 1
 NAME = "archive.json"
@@ -25,6 +25,8 @@ class Contents(msgspec.Struct, frozen=True):
     prompts: Shards
     """All shards of the prompt file. Its epochs are the first one alone: in an archive they do not
     count."""
+    lines: WireRanges = []
+    """Prompts of that file, in that epoch; none: not known."""
 
 
 class _Format(msgspec.Struct, frozen=True):
@@ -50,14 +52,17 @@ class Roots:
             return None, f"it holds {used_bytes} bytes, [archive] quota_bytes is {quota}"
         free = {root: _free(root) for root in self._config.roots}
         root = max(free, key=lambda one: free[one])
+        if free[root] < 0:
+            return None, "no root can be reached"
         if free[root] - size_bytes < self._config.min_free_bytes:
             floor = self._config.min_free_bytes
             return None, f"{root} has {free[root]} bytes left, [archive] min_free_bytes is {floor}"
         return root, ""
 
 
-def describe_archive(descriptor: Descriptor, prompts: Shards) -> Contents:
-    return Contents(FORMAT, descriptor, prompts.one_epoch(prompts.epoch))
+def describe_archive(descriptor: Descriptor, prompts: Shards, lines: IdSet) -> Contents:
+    first = prompts.one_epoch(prompts.epoch)
+    return Contents(FORMAT, descriptor, first, lines.within(first).to_wire())
 
 
 def read_contents(root: Path) -> Contents:
@@ -120,8 +125,8 @@ def _compare(root: Path, found: Contents, wanted: Contents) -> None:
 
 
 def _free(root: Path) -> int:
-    """-1 when it cannot be asked: nothing goes there."""
+    """-1 when it cannot be asked, or its drive is no longer mounted there: nothing goes there."""
     try:
-        return free_bytes(root)
+        return free_bytes(root) if (root / NAME).exists() else -1
     except OSError:
         return -1

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -19,7 +20,7 @@ from draftfeed_proto.sample import SampleHeader
 T = TypeVar("T")
 
 BLOCK_BYTES = 4 << 20
-SEGMENT, INDEX = ".seg", ".idx"
+SEGMENT, INDEX, PART = ".seg", ".idx", ".part"
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
@@ -68,7 +69,8 @@ def seal(
     Raises OSError, and Interrupted; what was begun is then no part of the archive.
     """
     records = _records(segment, counts, stopped)
-    part = root / f"{segment.stem}-{os.getpid()}.part"
+    part = _part(segment, root)
+    part.unlink(missing_ok=True)  # of a process that was killed
     try:
         digest, size = _copy(segment, part, stopped, link=link)
         head = Head(stream_id, digest, size, len(records))
@@ -80,6 +82,12 @@ def seal(
     finally:
         part.unlink(missing_ok=True)
     return head
+
+
+def _part(segment: Path, root: Path) -> Path:
+    """One for each spool, which one process has at a time: what is left of it is used again."""
+    spool = segment.parent.stat()
+    return root / f"{socket.gethostname()}-{spool.st_dev:x}-{spool.st_ino:x}{PART}"
 
 
 def read_index(path: Path, number: int = 0) -> Sealed:
@@ -96,7 +104,10 @@ def read_index(path: Path, number: int = 0) -> Sealed:
 
 
 def _read_index(path: Path, number: int) -> Sealed:
-    size = path.with_suffix(SEGMENT).stat().st_size
+    try:
+        size = path.with_suffix(SEGMENT).stat().st_size
+    except FileNotFoundError:
+        raise ArchiveDamaged(path, f"its segment, {path.stem}{SEGMENT}, is missing") from None
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = entries.scan(fd)

@@ -1,14 +1,18 @@
 """The samples of an epoch that exist already, in the order in which they are served."""
 
 import threading
+from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
 from draftfeed_producer.archive.config import Order
-from draftfeed_producer.archive.store import ArchivedSpool
+from draftfeed_producer.archive.store import ArchivedSpool, BeingSealed
 from draftfeed_proto import ranges
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.sample import SampleHeader
+
+MAX_LATER = 128
 
 
 class Shelf:
@@ -20,6 +24,8 @@ class Shelf:
         self._ids: list[SampleId] = []
         self._order = np.zeros(0, np.int64)
         self._next = 0
+        self._later: deque[int] = deque()
+        """Positions whose samples could not be had yet."""
         self._lines = _Lines(IdSet(), 0)
         self.served = 0
         """Samples taken from it since the process began."""
@@ -39,24 +45,34 @@ class Shelf:
             assert self.exhausted
             self._lines, self._order, self._next = lines, order, 0
 
-    def take(self) -> SampleId | None:
-        """The next one that is not finished by now; None when there is none."""
+    def take(self) -> tuple[SampleId, SampleHeader | None] | None:
+        """The next one that is not finished by now, and its header: without one it cannot be read,
+        and is to be generated. None when there is none at the moment; see `exhausted`."""
         with self._lock:
-            while self._next < len(self._order):
-                id = self._lines.id(int(self._order[self._next]))
-                self._next += 1
-                if not self._spool.finished(id):
-                    self.served += 1
-                    return id
+            for at in self._positions():
+                id = self._lines.id(at)
+                if self._spool.finished(id):
+                    continue
+                try:
+                    header = self._spool.shelve(id)
+                except BeingSealed:
+                    self._later.append(at)
+                    continue
+                self.served += header is not None
+                return id, header
         return None
 
-    def shelve(self, id: SampleId) -> SampleHeader | None:
-        """See `ArchivedSpool.shelve`."""
-        return self._spool.shelve(id)
+    def _positions(self) -> Iterator[int]:
+        """First those that have waited, each once, then those that come next."""
+        for _ in range(len(self._later)):
+            yield self._later.popleft()
+        while self._next < len(self._order) and len(self._later) < MAX_LATER:
+            self._next += 1
+            yield int(self._order[self._next - 1])
 
     @property
     def exhausted(self) -> bool:
-        return self._next >= len(self._order)
+        return self._next >= len(self._order) and not self._later
 
 
 class _Lines:

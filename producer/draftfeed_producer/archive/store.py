@@ -12,6 +12,10 @@ from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
 
 
+class BeingSealed(Exception):
+    """The sample can be had in a moment: its segment is on its way into the archive."""
+
+
 class ArchivedSpool(Spool):
     """A sample of a later epoch is that of an earlier one under another id, wherever its bytes
     lie: in the archive, or still in a segment of the spool, which is then kept for both."""
@@ -23,6 +27,9 @@ class ArchivedSpool(Spool):
         self.archive = archive
         self._shelved: set[SampleId] = set()
         """To be served out of the archive, and not terminal yet."""
+        self._leaving: dict[int, IdSet] = {}
+        """Lines of the segments that are no longer the spool's and not the archive's yet, in
+        epoch 0. `_samples.changed` is held while it changes."""
         super().__init__(config, descriptor, shards)
         self._archiver = Archiver(archive, self._serve_again)
         if config.retain == "archive":
@@ -31,21 +38,33 @@ class ArchivedSpool(Spool):
     def lines(self) -> IdSet:
         """Of the prompt file, as ids of epoch 0: those of which a sample exists already, of
         whatever epoch."""
-        lines = self.archive.lines
-        lines.update(IdSet(record.header.id for record in self._samples.records()).in_epoch(0))
+        with self._samples.changed:  # the archive's later: what leaves here meanwhile is there
+            lines = IdSet(record.header.id for record in self._samples.records()).in_epoch(0)
+            lines.update(IdSet.union(self._leaving.values()))
+        lines.update(self.archive.lines)
         return lines
 
     def shelve(self, id: SampleId) -> SampleHeader | None:
         """Serve this sample from what exists of its line. None when there is nothing, or it cannot
-        be read: then it is to be generated."""
-        for epoch in reversed(range(self.shards.epoch, id.epoch)):
-            source = SampleId(id.dataset, epoch, id.shard, id.ordinal)
-            if source in self._samples:
-                return self._samples.share(source, id).header
+        be read: then it is to be generated. Raises BeingSealed."""
+        with self._samples.changed:
+            if (shared := self._shared(id)) is not None:
+                return shared
+            line = id.in_epoch(0)
+            if any(line in lines for lines in self._leaving.values()):
+                raise BeingSealed
         header = self.archive.header(id)
         if header is not None:
             self._shelved.add(id)
         return header
+
+    def _shared(self, id: SampleId) -> SampleHeader | None:
+        """The header of the line's sample of another epoch that is here, under this id."""
+        for epoch in self.shards.each_epoch:
+            source = id.in_epoch(epoch)
+            if source != id and source in self._samples:
+                return self._samples.share(source, id).header
+        return None
 
     def finished(self, id: SampleId) -> bool:
         """Or shelved."""
@@ -57,7 +76,9 @@ class ArchivedSpool(Spool):
         return self.archive.read_chunk(id, index)
 
     def header_of(self, id: SampleId) -> SampleHeader | None:
-        return super().header_of(id) or self.archive.header(id)
+        with self._samples.changed:
+            here = super().header_of(id) or self._shared(id)
+        return here or self.archive.header(id)
 
     def whole(self, id: SampleId) -> bool:
         return super().whole(id) if id in self._samples else self.archive.whole(id)
@@ -87,7 +108,8 @@ class ArchivedSpool(Spool):
         Returns when that is on the disk, or after `interrupt`."""
         if self._config.retain == "archive":
             for segment in self._samples.segments():
-                self._archiver.take(segment, link=False, done=lambda: None)
+                link = self._samples.closed(segment)
+                self._archiver.take(segment, link=link, done=lambda: None)
             self._archiver.finish()
 
     def interrupt(self) -> None:
@@ -101,7 +123,7 @@ class ArchivedSpool(Spool):
         super().close()
 
     def _present(self) -> IdSet:
-        ids, lines, shards = super()._present(), self.archive.lines, self.shards
+        ids, lines, shards = super()._present(), self.lines(), self.shards
         for epoch in shards.each_epoch:
             ids.update(lines.in_epoch(epoch))
         return ids
@@ -111,8 +133,22 @@ class ArchivedSpool(Spool):
             super()._dispose(segments)
             return
         for segment in segments:
-            done = partial(self._samples.discard, [segment])
+            self._leaving[segment.number] = IdSet(segment.ids).in_epoch(0)
+            done = partial(self._sealed, segment)
             self._archiver.take(segment, link=self._samples.closed(segment), done=done)
+
+    def _free(self) -> None:
+        if self._config.retain != "archive":
+            super()._free()
+            return
+        with self._samples.changed:  # nobody is to look between the two
+            super()._free()
+
+    def _sealed(self, segment: Segment) -> None:
+        """Or given up."""
+        with self._samples.changed:
+            del self._leaving[segment.number]
+        self._samples.discard([segment])
 
     def _serve_again(self, record: Record) -> bool:
         """Not what killed the trainer, nor what is void."""

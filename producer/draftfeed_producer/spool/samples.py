@@ -48,8 +48,10 @@ class Samples:
         """
         paths = segment_paths(self._directory)
         damages: list[Damage] = []
+        shared = bool(paths) and paths[-1][1].stat().st_nlink > 1
         for number, path in paths:
-            segment, records, bad = Segment.open(path, number, last=path == paths[-1][1])
+            last = path == paths[-1][1] and not shared
+            segment, records, bad = Segment.open(path, number, last=last)
             self._segments[number] = segment
             live = {r.header.id: r for r in records if not is_void(r, voids)}
             segment.ids = set(live)
@@ -57,6 +59,7 @@ class Samples:
             damages += bad
         # A number is not used again: what is void in a segment must not hide what lies in another.
         self._number = max([*self._segments, *(number for number, _ in voids)], default=0)
+        self._number += shared  # an archive has that file too, and it must not change any more
         return [damage for damage in damages if not is_void(damage, voids)]
 
     def append(
