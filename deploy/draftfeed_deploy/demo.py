@@ -77,7 +77,7 @@ shard_size = {shard_size}
 [spool]
 dir = {spool}
 {retain}quota_bytes = 1_000_000_000
-segment_bytes = 16_000_000
+segment_bytes = {segment_bytes}
 audit = true             # a digest of every sample's tensors, compared at the other end
 {archive}
 [server]
@@ -249,9 +249,11 @@ def _write_configs(
 
 
 def _pace(prompts: int, options: DemoOptions) -> dict[str, int]:
-    """A swap in mid-run needs a checkpoint before it and prompts not yet generated after it."""
+    """A swap in mid-run needs a checkpoint before it and prompts not yet generated after it; an
+    archive gets what two checkpoints contain, and is to have most before the second epoch."""
     if not options.swap:
-        return {"batch_size": 40, "save_interval_steps": 50}
+        interval = 50 if options.epochs == 1 else max(4, min(20, prompts // 10))
+        return {"batch_size": 40, "save_interval_steps": interval}
     return {
         "batch_size": max(1, min(40, prompts // 8)),
         "save_interval_steps": max(1, min(50, prompts // 8)),
@@ -259,10 +261,11 @@ def _pace(prompts: int, options: DemoOptions) -> dict[str, int]:
 
 
 def _several(directory: Path, epochs: int) -> dict[str, str]:
-    """Of the producer's tables, what only several epochs need."""
+    """Of the producer's tables, what depends on it. A segment is archived as a whole."""
     if epochs == 1:
-        return {"epochs": "", "retain": "", "archive": ""}
+        return {"epochs": "", "retain": "", "archive": "", "segment_bytes": "16_000_000"}
     return {
+        "segment_bytes": "2_000_000",
         "epochs": EPOCHS_TOML.format(epochs=epochs),
         "retain": RETAIN_TOML,
         "archive": ARCHIVE_TOML.format(archive=_quoted(directory / "archive")),

@@ -86,7 +86,7 @@ def _check_accounted(files: RunFiles, expected: Expected) -> Check:
     if strange := (generated | rejected) - expected.names.keys():
         faults.append(f"{len(strange)} not in the prompt file: {expected.listing(strange)}")
     several = expected.epochs > 1
-    what, how = ("samples", "generated or archived") if several else ("prompts", "generated")
+    what, how = ("samples", "generated or replayed") if several else ("prompts", "generated")
     detail = f"{len(expected.names)} {what} = {len(generated - rejected)} {how}"
     detail += f" + {len(rejected)} rejected"
     return _check("every prompt accounted for", detail, faults)

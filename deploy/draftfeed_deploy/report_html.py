@@ -114,7 +114,7 @@ def _swap_rows(swap: SwapReport) -> Iterable[str]:
 
 def _epochs(epochs: list[EpochReport]) -> str:
     rows = "".join(map(_epoch_row, epochs))
-    note = "the target ran for the first, the others came out of the archive"
+    note = "the target ran for the first, the others are replayed out of the archive"
     heads = ("generated", "delivered", "trained", "equal to epoch 1", "first to last")
     return (
         f'<section><h2>Epochs <small>{note}</small></h2><table class="number"><thead><tr><th></th>'

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from draftfeed_deploy.reckoning import Difference, ProducerAudit
 from draftfeed_deploy.report import Report, judge_run, write_report
@@ -60,6 +61,7 @@ class Run:
         lines = [{"id": f"p-{i:02d}", "messages": []} for i in range(PROMPTS)]
         self.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
         dataset = hashlib.sha256(self.prompts.read_bytes()).hexdigest()[:16]
+        self.epochs = 1
         self.ids = [str(SampleId(dataset, 0, 0, i)) for i in range(PROMPTS)]
         self.generated = [self._generated(i) for i in range(PROMPTS)]
         self.received = [self._received(i) for i in reversed(range(PROMPTS))]
@@ -147,7 +149,7 @@ class Run:
 
     def report(self) -> Report:
         self.write_files()
-        return write_report(self.dir, self.prompts)
+        return write_report(self.dir, self.prompts, epochs=self.epochs)
 
     def write_files(self) -> None:
         self.write("producer/stats.jsonl", self.producer)
@@ -176,7 +178,22 @@ class Run:
 
     def judge(self) -> Report:
         self.write_files()
-        return judge_run(self.dir, self.prompts)
+        return judge_run(self.dir, self.prompts, epochs=self.epochs)
+
+    def go_round(self, epochs: int) -> None:
+        """Later epochs as well, out of the first one's generation."""
+        self.epochs = epochs
+        received, steps = list(self.received), list(self.steps)
+        for epoch in range(1, epochs):
+            ids = {id: str(replace(SampleId.parse(id), epoch=epoch)) for id in self.ids}
+            self.received += [row | {"id": ids[row["id"]]} for row in received]
+            self.steps += [
+                step | {"step": len(self.steps) + n, "ids": [ids[id] for id in step["ids"]]}
+                for n, step in enumerate(steps, start=1)
+            ]
+        for row in [row for row in self.consumer if row["samples"] == PROMPTS]:
+            row |= {name: epochs * row[name] for name in ("logical_bytes", "wire_bytes")}
+        self.producer[-1]["wire_bytes"] *= epochs
 
     def write(self, name: str, rows: list[dict[str, Any]]) -> None:
         path = self.dir / name

@@ -84,23 +84,41 @@ def ends_interrupted(process: "subprocess.Popen[str]") -> None:
     assert group_members(process.pid) == []
 
 
-def test_small_run_passes_every_check_on_its_samples(
-    tmp_path: Path, demo: "subprocess.Popen[str]"
+def failed_checks(directory: Path) -> set[str]:
+    report = json.loads((directory / "run/report.json").read_text())
+    return {check["name"] for check in report["checks"] if not check["passed"]}
+
+
+def test_small_run_of_three_epochs_generates_once_and_passes_every_check_on_its_samples(
+    tmp_path: Path,
 ) -> None:
-    output, _ = demo.communicate(timeout=500)
+    """A run of one epoch is what is made again below, and the one of the swap."""
+    with started(tmp_path, options=["--epochs", "3"]) as demo:
+        output, _ = demo.communicate(timeout=500)
     report = json.loads((tmp_path / "run/report.json").read_text())
-    failed = {check["name"] for check in report["checks"] if not check["passed"]}
+    failed = failed_checks(tmp_path)
     # Twelve short samples teach a drafter nothing that could be promised.
     assert failed <= {LEARNED}, output
-    assert report["trained"] == report["generated"] == report["prompts"] == 12
+    assert report["trained"] == report["prompts"] == 3 * report["generated"] == 36
+    assert [epoch["generated"] for epoch in report["epochs"]] == [12, 0, 0]
+    assert [epoch["equal"] for epoch in report["epochs"]] == [12, 12, 12]
     assert report["evaluation"]["same_as_greedy"]
     assert "<svg" in (tmp_path / "run/report.html").read_text()
     assert demo.returncode == (1 if failed else 0)
     # The README tells people to go on from the demo's own configuration.
-    producer = [COMMAND[0], "producer", "-c", "run/producer.toml"]
-    again = subprocess.run(producer, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0, again.stderr
-    assert "all 12 prompts are terminal: 12 trained" in again.stderr
+    for command, says in (
+        ("producer", "all 36 prompts are terminal: 36 trained"),
+        ("audit", "the sums agree with the prompt list"),
+    ):
+        again = subprocess.run(
+            [COMMAND[0], command, "-c", "run/producer.toml"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert again.returncode == 0, again.stderr
+        assert says in again.stderr + again.stdout
 
 
 def test_second_consumer_takes_over_in_mid_run_and_every_check_still_holds(tmp_path: Path) -> None:
@@ -142,6 +160,7 @@ def test_interrupted_run_leaves_nothing_running_and_the_next_one_works(
         timeout=400,
     )
     assert "2 of 2 prompts trained" in again.stdout, again.stderr
+    assert failed_checks(tmp_path) <= {LEARNED}, again.stdout
 
 
 def test_interrupted_while_the_model_is_made_it_leaves_no_half_of_it(
