@@ -81,10 +81,11 @@ test: venv
 test-sglang: venv sglang
 	@$(PY) -m pytest -q tests/sglang_engine $(ARGS)
 
-# As root, about two hours for a thousand: make chaos N=300 SEED=7 breaks that many things.
+# As root, about two hours for a thousand: make chaos N=300 SEED=7 breaks that many things. SOURCE is
+# generated, archived or replayed; each in turn unless given.
 .PHONY: chaos
 chaos: venv
-	@PYTHONPATH=tests:tests/system $(PY) -m chaos --dir runs/chaos --faults $(or $(N),1000) $(if $(SEED),--seed $(SEED))
+	@PYTHONPATH=tests:tests/system $(PY) -m chaos --dir runs/chaos --faults $(or $(N),1000) $(if $(SEED),--seed $(SEED)) $(if $(SOURCE),--source $(SOURCE))
 
 # Hours: the exhaustive search with more faults at once, and 20,000 random runs.
 model: venv

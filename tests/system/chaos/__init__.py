@@ -6,6 +6,7 @@ plan.py     what one episode is made of, drawn from its seed
 hosts.py    three hosts on a bridge, in namespaces that die with the process
 relay.py    a cable that can flip bytes of payloads, and be slow
 nodes.py    the processes: producers and trainers, as the installed command starts them
+archives.py what a replay serves
 world.py    all of that together: what faults act upon
 faults.py   one function for each kind of fault
 schedule.py begins and ends faults at random, and keeps the log of what really happened

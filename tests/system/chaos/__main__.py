@@ -8,13 +8,13 @@ import secrets
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from chaos import hosts
 from chaos.episode import Result, run
-from chaos.plan import draw
+from chaos.plan import SOURCES, Source, draw
 from chaos.schedule import counts, overlaps
 
 FAULTS_PER_EPISODE = 15
@@ -29,16 +29,19 @@ def main() -> int:
         again = [sys.executable, "-m", "chaos", *sys.argv[1:], "--sheltered"]
         os.execvp("unshare", hosts.shelter([*again, "--seed", str(options.seed)]))
     directory: Path = options.dir / f"seed{options.seed}"
-    return _campaign(options.faults, options.seed, directory.resolve())
+    sources = [options.source] if options.source else SOURCES
+    return _campaign(options.faults, options.seed, sources, directory.resolve())
 
 
-def _campaign(faults: int, seed: int, directory: Path) -> int:
+def _campaign(faults: int, seed: int, sources: Sequence[Source], directory: Path) -> int:
     rng = random.Random(seed)
     results: list[Result] = []
     shutil.rmtree(directory, ignore_errors=True)
     while (left := faults - sum(len(result.happened) for result in results)) > 0:
         of = min(FAULTS_PER_EPISODE, left)
-        plan = draw(rng.randrange(1 << 31), of, producers=1 + len(results) % 2)
+        number = len(results)
+        source = sources[number % len(sources)]
+        plan = draw(rng.randrange(1 << 31), of, producers=1 + number % 2, source=source)
         episode = directory / f"episode{len(results)}"
         say(f"episode {len(results)} of seed {seed}, {faults - left} of {faults} faults: {plan}")
         results.append(run(plan, episode, say))
@@ -102,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
+    parser.add_argument("--source", choices=SOURCES, help="of samples; default: each in turn")
     parser.add_argument("--dir", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--sheltered", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -26,9 +26,10 @@ SESSION_TIMEOUT_SECONDS = 1.5
 LOST_AFTER_SECONDS = 600.0
 PUBLIC_PORT, LOOPBACK_PORT = 5550, 6550
 
-PRODUCER = """
+ENGINE = """
 [engine]
 name = "synthetic"
+epochs = {engine.epochs}
 samples = {engine.samples}
 num_layers = {engine.num_layers}
 hidden_size = {engine.hidden_size}
@@ -38,6 +39,19 @@ response_tokens = {engine.response_tokens}
 max_tokens = {engine.max_tokens}
 shard_size = {engine.shard_size}
 seed = {engine.seed}
+"""
+REPLAY = """
+[engine]
+name = "archive"
+epochs = {plan.epochs}
+"""
+ARCHIVE = """
+[archive]
+roots = ["{archive}"]
+quota_bytes = {plan.archive_bytes}
+min_free_bytes = 0
+"""
+PRODUCER = """
 [spool]
 dir = "spool/log"
 shards = "{shards}"
@@ -49,6 +63,8 @@ keep_checkpoints = {plan.keep_checkpoints}
 codec = "{plan.codec}"
 chunk_bytes = {plan.chunk_bytes}
 min_free_bytes = 0
+"""
+SERVER = """
 [server]
 bind = "{bind}"
 insecure = true
@@ -139,7 +155,11 @@ class Process:
 class Producer(Process):
     """With its spool on a small disk of its own."""
 
-    def __init__(self, number: int, plan: Plan, directory: Path, *, behind_relay: bool) -> None:
+    def __init__(
+        self, number: int, plan: Plan, directory: Path, archive: Path, *, behind_relay: bool
+    ) -> None:
+        """archive: of all producers of a replay; each makes one of its own beside it where there
+        is none yet."""
         super().__init__(f"producer{number}", hosts.PRODUCERS, directory)
         self.number = number
         self.disk = directory / "spool"
@@ -148,8 +168,18 @@ class Producer(Process):
         self.public_port = PUBLIC_PORT + number
         self.address = f"tcp://{hosts.ADDRESSES[self.host]}:{self.public_port}"
         bind = f"tcp://127.0.0.1:{self.loopback_port}" if behind_relay else self.address
-        text = PRODUCER.format(
+        self.flipped = 0
+        """Bits on its disk."""
+        self._replays = plan.source == "replayed"
+        self.archive = archive if self._replays else directory / "archive"
+        parts = {
+            "generated": ENGINE + PRODUCER + SERVER,
+            "archived": ENGINE + PRODUCER + 'retain = "archive"\n' + SERVER + ARCHIVE,
+            "replayed": REPLAY + PRODUCER + SERVER + ARCHIVE,
+        }
+        text = parts[plan.source].format(
             engine=plan.engine(),
+            archive=self.archive,
             plan=plan,
             shards=plan.shards(number),
             bind=bind,
@@ -176,12 +206,13 @@ class Producer(Process):
 
     def segments(self) -> list[Path]:
         """Oldest first; the last is the one that is appended to."""
-        return sorted(self.spool.glob("*.seg"))
+        return sorted((self.archive if self._replays else self.spool).glob("*.seg"))
 
     def truncate(self, rng: random.Random) -> str:
-        """Cut the end of the last segment off, as a disk does that lied about a flush."""
+        """Cut the end of the last segment off, as a disk does that lied about a flush. Those of an
+        archive were on the disk long ago."""
         segments = self.segments()
-        if not segments:
+        if not segments or self._replays:
             return ""
         path = segments[-1]
         size = path.stat().st_size
@@ -191,10 +222,11 @@ class Producer(Process):
 
     def flip(self, rng: random.Random) -> str:
         """One bit of a segment that is complete, for its last bytes are still being written."""
-        closed = self.segments()[:-1]
+        segments = self.segments()
+        closed = segments if self._replays else segments[:-1][-3:]
         if not closed:
             return ""
-        path = rng.choice(closed[-3:])
+        path = rng.choice(closed)
         try:
             with path.open("r+b") as file:
                 at = rng.randrange(path.stat().st_size)
@@ -204,6 +236,7 @@ class Producer(Process):
                 file.write(bytes([byte ^ 1 << rng.randrange(8)]))
         except (FileNotFoundError, IndexError, ValueError):
             return ""  # it was freed at this very moment
+        self.flipped += 1
         return f"{path.name}: byte {at}"
 
     def fill_disk(self) -> int:

@@ -1,20 +1,26 @@
 """What one episode is made of. Everything follows from the seed but the time things take."""
 
 import random
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from draftfeed_producer.engines.synthetic import SyntheticConfig
 
 SAMPLES_PER_FAULT = 130
 """Enough that faults end before samples do: the rest is trained at full speed."""
 SHARD_SAMPLES = 50
+Source = Literal["generated", "archived", "replayed"]
+"""Where samples come from: made, in one epoch; made once and archived, then served once more; out
+of an archive alone, twice."""
+SOURCES: tuple[Source, ...] = ("generated", "replayed", "archived")
 
 
 class Plan(NamedTuple):
     seed: int
     faults: int
     producers: int
+    source: Source
     samples: int
+    """Lines of the prompt file."""
     fsync: str
     keep_checkpoints: int
     codec: str
@@ -23,6 +29,8 @@ class Plan(NamedTuple):
     batch_samples: int
     window_samples: int
     step_seconds: float
+    archive_bytes: int
+    """The archive's quota; 0: none. What does not fit is generated once more."""
 
     def engine(self) -> SyntheticConfig:
         return SyntheticConfig(
@@ -35,7 +43,12 @@ class Plan(NamedTuple):
             max_tokens=256,
             shard_size=SHARD_SAMPLES,
             seed=self.seed,
+            epochs=self.epochs if self.source == "archived" else 1,
         )
+
+    @property
+    def epochs(self) -> int:
+        return 1 if self.source == "generated" else 2
 
     def shards(self, producer: int) -> str:
         """As `[spool] shards` has it: this producer's stretch of all shards."""
@@ -44,13 +57,15 @@ class Plan(NamedTuple):
         return f"{edges[producer]}-{edges[producer + 1] - 1}"
 
 
-def draw(seed: int, faults: int, producers: int) -> Plan:
+def draw(seed: int, faults: int, producers: int, source: Source = "generated") -> Plan:
     rng = random.Random(seed)
+    epochs = 1 if source == "generated" else 2
     return Plan(
         seed=seed,
         faults=faults,
         producers=producers,
-        samples=faults * SAMPLES_PER_FAULT,
+        source=source,
+        samples=faults * SAMPLES_PER_FAULT // epochs,
         fsync=rng.choice(["always", "interval", "never"]),
         keep_checkpoints=rng.choice([1, 2, 3]),
         codec=rng.choice(["raw", "zstd", "packed"]),
@@ -59,4 +74,5 @@ def draw(seed: int, faults: int, producers: int) -> Plan:
         batch_samples=rng.choice([1, 2, 3]),
         window_samples=rng.choice([1, 4, 16]),
         step_seconds=rng.choice([0.05, 0.1, 0.2]),
+        archive_bytes=rng.choice([0, 8_000_000]) if source == "archived" else 0,
     )

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from chaos import hosts
+from chaos.archives import make_archive
 from chaos.checkpoints import Checkpoint, newest, read
 from chaos.nodes import COMMAND, FENCED, Process, Producer, Trainer
 from chaos.plan import Plan
@@ -25,8 +26,13 @@ class World:
         self._began = time.monotonic()
         self.links = hosts.Hosts()
         # The first producer lies behind a relay, a second one is reached directly.
+        archive = directory / "archive"
+        if plan.source == "replayed":
+            make_archive(plan, archive, directory)
         self.producers = [
-            Producer(number, plan, directory / f"producer{number}", behind_relay=number == 0)
+            Producer(
+                number, plan, directory / f"producer{number}", archive, behind_relay=number == 0
+            )
             for number in range(plan.producers)
         ]
         self.relay = self._relay(self.producers[0])
