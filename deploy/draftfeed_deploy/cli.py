@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from draftfeed_deploy import (
+    archive_tools,
     audit,
     bench_tools,
     doctor,
@@ -42,6 +43,7 @@ examples:
   draftfeed plan b-split                         what a run takes: days, bandwidth, memory, cost
   draftfeed producer -c producer.toml --check    before a long run: a few prompts, judged
   draftfeed producer -c producer.toml            generate, capture, spool, serve
+  draftfeed replay -c replay.toml                serve an archive again, without a target
   draftfeed consumer -c consumer.toml            receive and train
   draftfeed consumer -c consumer.toml --takeover the same on another node, while generation goes on
   draftfeed target fetch -c consumer.toml        the target's embedding and head, in advance
@@ -143,6 +145,21 @@ def _check_producer(config: "ProducerConfig", where: str, console: Console) -> i
     return exits.DONE if passed else exits.FAILED
 
 
+def _replay(arguments: argparse.Namespace, console: Console) -> int:
+    from draftfeed_deploy import config
+    from draftfeed_deploy.errors import ConfigError
+    from draftfeed_deploy.producer import run_producer
+    from draftfeed_deploy.producer_file import ProducerFile
+    from draftfeed_producer.engines import ReplayConfig
+
+    loaded = config.load(arguments.config, ProducerFile, arguments.set)
+    if not isinstance(loaded.engine, ReplayConfig):
+        name = 'a replay needs [engine] name = "archive"; this file is for `draftfeed producer`'
+        raise ConfigError(str(arguments.config), name)
+    done = run_producer(loaded, arguments.run_dir, console)
+    return exits.DONE if done else exits.INTERRUPTED
+
+
 def _consumer(arguments: argparse.Namespace, console: Console) -> int:
     from draftfeed_deploy import packages
 
@@ -222,12 +239,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_producer(commands)
+    _add_service(commands, "replay", "serve what was archived again, without a target", _replay)
     _add_consumer(commands)
     _add_drain(commands)
     keygen.add_command(commands)
     install_units.add_command(commands)
     audit.add_command(commands)
     spool_tools.add_commands(commands)
+    archive_tools.add_command(commands)
     export_tools.add_command(commands)
     bench_tools.add_command(commands)
     drafter_tools.add_commands(commands)

@@ -82,11 +82,12 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
         done = export(
             Reader(arguments.spool), arguments.format, arguments.out, console, arguments.target
         )
-    sys.stdout.write("\n".join(_lines(done, arguments.out)) + "\n")
+    sys.stdout.write("\n".join(lines_of(done, arguments.out)) + "\n")
     return exits.FAILED if done.bad else exits.DONE
 
 
-def _lines(done: "Exported", out: Path) -> list[str]:
+def lines_of(done: "Exported", out: Path) -> list[str]:
+    """For people."""
     bad = [f"damaged, left out: {bad.name}: {bad.reason}" for bad in done.bad]
     counted = [f"left out: {count} {reason}" for reason, count in done.note.left_out.items()]
     name = "target_layer_ids" if done.note.format == "specforge" else "--target-layer-ids"

@@ -1,6 +1,7 @@
 """One sealed segment: the file, and the index beside it that makes it count."""
 
 import errno
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -10,12 +11,14 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from draftfeed_producer.errors import ArchiveDamaged
+from draftfeed_producer.errors import ArchiveDamaged, SpoolError
 from draftfeed_producer.spool import entries
 from draftfeed_producer.spool.entries import Kind
 from draftfeed_producer.spool.files import sync_directory
 from draftfeed_producer.spool.segments import Record, scan_records
 from draftfeed_proto.sample import SampleHeader
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -129,6 +132,25 @@ def _payload(fd: int, entry: entries.Entry, path: Path, kind: Kind, of: type[T])
         raise ArchiveDamaged(path, f"what is at byte {entry.start} is not what was written")
     decoded: T = entries.decode(payload, of)
     return decoded
+
+
+def headers_in(path: Path) -> list[SampleHeader]:
+    """What can still be read of an index, up to where it is damaged or ends."""
+    headers: list[SampleHeader] = []
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return headers
+    try:
+        for entry in entries.scan(fd):
+            payload = entries.read(fd, entry) if entry.kind is Kind.INDEXED else None
+            if payload is not None:
+                headers.append(entries.decode(payload, _Line).header)
+    except (OSError, SpoolError) as error:
+        logger.error("%s: %s", path, error)
+    finally:
+        os.close(fd)
+    return headers
 
 
 def digest_of(path: Path, stopped: Callable[[], bool] = bool) -> str:

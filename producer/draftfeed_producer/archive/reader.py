@@ -1,0 +1,173 @@
+"""An archive as a tool looks at it, while others may write to it and serve it."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from draftfeed_producer.archive.roots import Contents, same_contents
+from draftfeed_producer.archive.sealed import INDEX, PART, SEGMENT, headers_in, read_index
+from draftfeed_producer.errors import ArchiveError, SpoolError
+from draftfeed_producer.spool.control import Control
+from draftfeed_producer.spool.control_log import KEEP_ALL
+from draftfeed_producer.spool.directory import FORMAT, Owner
+from draftfeed_producer.spool.reader import Reader, SegmentFile
+from draftfeed_producer.spool.segments import Damage, Record, scan_records
+from draftfeed_proto import ranges
+from draftfeed_proto.ids import IdSet, SampleId, Shards
+from draftfeed_proto.sample import SampleHeader
+
+logger = logging.getLogger(__name__)
+
+LINE_SECONDS = 10.0
+
+
+class Fault(NamedTuple):
+    """A file that is not one of a sealed pair."""
+
+    path: Path
+    reason: str
+    gone: tuple[tuple[SampleId, str], ...] = ()
+    """(id, key) of the samples that it, or the other of its pair, still names and that are not
+    served from elsewhere. More may have been in it."""
+
+
+class ArchiveReader(Reader):
+    """Sealed segments as `Reader` shows those of a spool, numbered as they are found. `records`
+    and `scan` give each line of the prompt file once: where there are copies, the one served."""
+
+    def __init__(self, roots: tuple[Path, ...]) -> None:
+        """Reads every index. Raises ArchiveError when the roots are not of one archive."""
+        self.roots = roots
+        self.contents: Contents = same_contents(roots)
+        self.directory = roots[0]
+        prompts = self.contents.prompts
+        self.owner = Owner(FORMAT, self.contents.descriptor, prompts, "")
+        self.control = Control(KEEP_ALL)
+        self.lines = IdSet()
+        """Of the prompt file, in epoch 0: those of which there is a sample."""
+        self.encoded_bytes = self.decoded_bytes = 0
+        """Of those samples."""
+        self.copies = 0
+        """Samples of lines that have another one."""
+        self._files: list[SegmentFile] = []
+        self._served_from = np.zeros(0, np.int32)
+        """By line: number of the segment + 1; 0: there is none."""
+        self.faults = self._load()
+
+    def refresh(self) -> None:
+        """Nothing: what is sealed does not change."""
+
+    @property
+    def shards(self) -> Shards:
+        return self.contents.prompts
+
+    @property
+    def prompt_lines(self) -> IdSet:
+        """All prompts of the file, in epoch 0; empty: not known."""
+        return IdSet.from_wire(self.contents.lines).in_epoch(0)
+
+    def segments(self) -> list[SegmentFile]:
+        return list(self._files)
+
+    def scan(self, segment: SegmentFile) -> Iterator[Record | Damage]:
+        """The samples that are served from there. Raises ArchiveDamaged."""
+        seen: set[int] = set()
+        for record in self.every_record(segment):
+            line = record.header.id.ordinal
+            if self._served_from[line] == segment.number + 1 and line not in seen:
+                seen.add(line)
+                yield record
+
+    def every_record(self, segment: SegmentFile) -> list[Record]:
+        """Copies of what is served from elsewhere, too. Raises ArchiveDamaged."""
+        return read_index(segment.path.with_suffix(INDEX), segment.number).records
+
+    def serves(self, record: Record) -> bool:
+        return bool(self._served_from[record.header.id.ordinal] == record.segment + 1)
+
+    def _path(self, record: Record) -> Path:
+        return self._files[record.segment].path
+
+    # loading
+
+    def _load(self) -> list[Fault]:
+        found = [fault for root in self.roots for fault in self._load_root(root)]
+        return [fault._replace(gone=self._gone(fault)) for fault in found]
+
+    def _load_root(self, root: Path) -> Iterator[Fault]:
+        names = {path.name for path in root.iterdir()}
+        due = time.monotonic() + LINE_SECONDS
+        for number, name in enumerate(sorted(names)):
+            path = root / name
+            if name.endswith(INDEX):
+                yield from self._take(path)
+            elif name.endswith(SEGMENT) and path.with_suffix(INDEX).name not in names:
+                reason = f"is not sealed: its index, {path.stem}{INDEX}, is missing"
+                yield Fault(path, reason, _named(path))
+            elif name.endswith((PART, f"{INDEX}-part")):
+                yield Fault(path, "is being made, or was when a producer was killed")
+            if time.monotonic() >= due:
+                due = time.monotonic() + LINE_SECONDS
+                logger.info("%s: %d of %d files are looked at", root, number + 1, len(names))
+
+    def _take(self, path: Path) -> Iterator[Fault]:
+        try:
+            sealed = read_index(path)
+            if sealed.head.stream_id != self.contents.descriptor.stream_id():
+                raise ArchiveError(path, f"is of another stream ({sealed.head.stream_id[:8]})")
+        except SpoolError as error:
+            reason = error.reason if isinstance(error, ArchiveError) else str(error)
+            yield Fault(path, reason, _named(path))
+            return
+        strange = [one for one in sealed.records if not self._has(one.header.id)]
+        if strange:
+            yield Fault(path, f"is of another prompt file ({strange[0].header.id})")
+            return
+        number = len(self._files)
+        segment = path.with_suffix(SEGMENT)
+        self._files.append(SegmentFile(number, segment, sealed.head.bytes, last=False))
+        for record in sealed.records:
+            self._count(record.header, number)
+
+    def _has(self, id: SampleId) -> bool:
+        prompts = self.contents.prompts
+        return id.dataset == prompts.dataset and ranges.contains(prompts.ranges, id.shard)
+
+    def _count(self, header: SampleHeader, number: int) -> None:
+        line = header.id.ordinal
+        if line >= len(self._served_from):
+            more = max(line + 1, 2 * len(self._served_from)) - len(self._served_from)
+            self._served_from = np.concatenate([self._served_from, np.zeros(more, np.int32)])
+        if self._served_from[line]:
+            self.copies += 1
+            return
+        self._served_from[line] = number + 1
+        self.lines.add(header.id.in_epoch(0))
+        self.encoded_bytes += header.encoded_bytes
+        self.decoded_bytes += header.decoded_bytes
+
+    def _gone(self, fault: Fault) -> tuple[tuple[SampleId, str], ...]:
+        return tuple(one for one in fault.gone if one[0].in_epoch(0) not in self.lines)
+
+
+def _named(path: Path) -> tuple[tuple[SampleId, str], ...]:
+    """Of the samples that a segment or its index still names, whatever is left of the two."""
+    headers = headers_in(path.with_suffix(INDEX))
+    try:
+        fd = os.open(path.with_suffix(SEGMENT), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return tuple((one.id, one.key) for one in headers)
+    try:
+        for found in scan_records(fd, 0, verify=False, sealed=True):
+            if isinstance(found, Record):
+                headers.append(found.header)
+    except (OSError, SpoolError) as error:
+        logger.error("%s: %s", path.with_suffix(SEGMENT), error)
+    finally:
+        os.close(fd)
+    return tuple({one.id: (one.id, one.key) for one in headers}.values())
