@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from draftfeed_deploy import doctor_archive
 from draftfeed_deploy import doctor_machine as machine
 from draftfeed_deploy.doctor_disk import RATIO, bytes_in, capacity_of, disk, write_speed
 from draftfeed_deploy.doctor_finding import Finding, fail, ok, warn
@@ -14,7 +15,12 @@ from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_deploy.progress import readable_bytes
 from draftfeed_deploy.status import FIRST_PORT, StatusConfig
 from draftfeed_producer.access import PUBLIC_SUFFIX
-from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
+from draftfeed_producer.engines import (
+    ReplayConfig,
+    SGLangConfig,
+    SyntheticConfig,
+    TransformersConfig,
+)
 from draftfeed_producer.engines.sglang.engine import KNOWN_VERSIONS
 from draftfeed_producer.engines.sglang.memory import available_bytes
 from draftfeed_producer.errors import EngineError, ProducerError
@@ -43,12 +49,20 @@ def producer(config: ProducerFile, tokens_per_second: float) -> Iterator[Finding
     row_bytes = None
     if isinstance(config.engine, SyntheticConfig):
         row_bytes = _synthetic_row_bytes(config.engine)
+    elif isinstance(config.engine, ReplayConfig):
+        assert config.archive is not None  # the configuration has seen to it
+        yield doctor_archive.served(config.archive.roots)
     else:
         found, row_bytes = _target(config)
         yield found
         yield _prompts(config)
     yield from _engine(config)
-    yield from _spool(config, row_bytes, tokens_per_second)
+    if isinstance(config.engine, ReplayConfig):
+        yield disk("spool disk", config.spool.dir, 0, config.spool.min_free_bytes)
+    else:
+        yield from _spool(config, row_bytes, tokens_per_second)
+    if config.spool.retain == "archive" and config.archive is not None:
+        yield from doctor_archive.written_to(config.archive)
     yield from _ports(config.server, config.status)
     yield from _keys(config.server)
 

@@ -1,0 +1,29 @@
+"""Of [archive]: its roots, and whether what is in them can be served."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftfeed_deploy.doctor_disk import disk
+from draftfeed_deploy.doctor_finding import Finding, fail, ok
+from draftfeed_producer.archive import ArchiveConfig
+from draftfeed_producer.archive.roots import NAME, same_contents
+from draftfeed_producer.errors import ArchiveError
+
+
+def written_to(config: ArchiveConfig) -> Iterator[Finding]:
+    """By a producer that archives; the roots that are missing it makes."""
+    for root in config.roots:
+        yield disk(f"archive {root}", root, 0, config.min_free_bytes)
+    there = tuple(root for root in config.roots if (root / NAME).exists())
+    if there:
+        yield served(there)
+
+
+def served(roots: tuple[Path, ...]) -> Finding:
+    """By a replay, which writes nothing to them."""
+    try:
+        contents = same_contents(roots)
+    except ArchiveError as error:
+        return fail("archive", str(error), "mount what is missing; [archive] roots")
+    found = f"{contents.descriptor.model}, data set {contents.prompts.dataset}"
+    return ok("archive", f"{len(roots)} roots of {found}; draftfeed archive verify reads it all")
