@@ -311,7 +311,36 @@ _RIGHT: tuple[Row[ProducerSnapshot], ...] = (
         "layer",
     ),
 )
-PRODUCER = (*_MADE, *_SENT, *_KEPT, *_RIGHT)
+_ARCHIVED: tuple[Row[ProducerSnapshot], ...] = (
+    _counter(
+        "replayed_samples",
+        "Samples served out of the archive, or once more out of the spool.",
+        lambda now: now.replayed,
+    ),
+    _gauge("archive_bytes", "Of all segments in the archive.", lambda now: now.archive_bytes),
+    _gauge(
+        "archive_quota_bytes",
+        "What the archive may take; 0 when its drives decide, or there is none.",
+        lambda now: now.archive_quota_bytes,
+    ),
+    _gauge("archive_segments", "Files in the archive.", lambda now: now.archive_segments),
+    _gauge(
+        "archive_samples",
+        "Prompts of which the archive has a sample.",
+        lambda now: now.archive_samples,
+    ),
+    _counter(
+        "archive_missed_samples",
+        "Samples that were not archived: later epochs generate them again.",
+        lambda now: now.archive_missed,
+    ),
+    _gauge(
+        "archive_stopped",
+        "1 when nothing more is archived, for want of space or of a root that can be written.",
+        lambda now: bool(now.archive_alarm),
+    ),
+)
+PRODUCER = (*_MADE, *_SENT, *_KEPT, *_RIGHT, *_ARCHIVED)
 
 _RECEIVED: tuple[Row[ConsumerSnapshot], ...] = (
     _gauge("attached", "1 when every producer that must be there is.", lambda now: now.attached),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from draftfeed_deploy.notify import announced
 from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_deploy.records import GeneratedSample, ProducerSnapshot, Rejection
 from draftfeed_deploy.status import Pages, Probe, Status, loop_probe
+from draftfeed_producer.archive import ArchiveStatistics
 from draftfeed_producer.figures import DeliveryFigures
 from draftfeed_producer.service import ProducerService, ProducerStatistics
 from draftfeed_proto.descriptor import Descriptor
@@ -191,7 +193,15 @@ def producer_snapshot(
         saturated=[layer.saturated for layer in counters],
         inexact=[layer.inexact for layer in counters],
         zero_rows=[layer.zero_rows for layer in counters],
+        replayed=statistics.replayed,
+        **_archive_values(statistics.archive),
     )
+
+
+def _archive_values(archive: ArchiveStatistics | None) -> dict[str, Any]:
+    if archive is None:
+        return {}
+    return {f"archive_{name}": value for name, value in archive._asdict().items()}
 
 
 def _record(sample: Sample) -> GeneratedSample:

@@ -88,6 +88,18 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     saturated: list[int] = []
     inexact: list[int] = []
     zero_rows: list[int] | None = None
+    replayed: int = 0
+    """Samples served out of the archive, or once more out of the spool."""
+    archive_bytes: int = 0
+    archive_quota_bytes: int = 0
+    """0: what the drives hold, or there is no archive."""
+    archive_segments: int = 0
+    archive_samples: int = 0
+    """Prompts of which the archive has a sample."""
+    archive_missed: int = 0
+    """Samples that were not archived."""
+    archive_alarm: str = ""
+    """Why nothing is archived at the moment; empty when it is not so."""
 
 
 class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
