@@ -35,6 +35,7 @@ class Phase(NamedTuple):
     epochs: float
     generation: float
     encode: float
+    drives: float
     link: float
     decode: float
     training: float
@@ -50,6 +51,8 @@ class Times(NamedTuple):
     """All that the generating node's GPUs do."""
     link: float
     encode: float
+    drives: float
+    """Writing an archive and reading it again."""
     decode: float
     training: float
     elapsed: float
@@ -86,6 +89,19 @@ class Storage(NamedTuple):
     staging_of_a_replica: float
 
 
+class Drives(NamedTuple):
+    """Of an archive that later epochs are replayed from."""
+
+    filled: float
+    """Share of their capacity."""
+    worn: float
+    """Share of their endurance that one run takes."""
+    read: float
+    """Bytes per second, encoded, that keep the trainer busy."""
+    read_share: float
+    """Of what they can read."""
+
+
 class Moved(NamedTuple):
     """Bytes."""
 
@@ -119,6 +135,8 @@ class Plan(NamedTuple):
     times: Times
     bandwidth: Bandwidth
     storage: Storage
+    drives: Drives | None
+    """None where nothing is replayed."""
     memory: Memory | None
     """None where it is not known what the target's layers keep."""
     moved: Moved
@@ -137,6 +155,7 @@ def plan(inputs: Inputs) -> Plan:
         times,
         bandwidth,
         storage,
+        _drives(inputs, bandwidth, storage),
         memory_of(inputs, volume.row_bytes),
         _moved(inputs, volume),
         _limits(inputs, volume, times),
@@ -173,11 +192,22 @@ def _phases(inputs: Inputs, volume: Volume) -> list[Phase]:
     phases = [_phase(inputs, volume, "generation", volume.generated_epochs, generation)]
     later = inputs.workload.epochs - volume.generated_epochs
     if later > 0:
-        replayed = inputs.layout.later_epochs == "replay"
         name = inputs.layout.later_epochs
-        phase = _phase(inputs, volume, name, later, 0.0 if replayed else second * later)
-        phases.append(phase._replace(encode=0.0) if replayed else phase)
+        phases.append(_phase(inputs, volume, name, later, second * later))
+        if name == "replay":
+            phases = _with_archive(inputs, volume, *phases)
     return phases
+
+
+def _with_archive(inputs: Inputs, volume: Volume, first: Phase, later: Phase) -> list[Phase]:
+    """Written while the first epoch is made, then read: nothing is generated or encoded again."""
+    archive, encoded = inputs.archive, volume.epoch_bytes / inputs.stream.ratio
+    written = encoded * first.epochs / (archive.drives * archive.write_bytes_per_second)
+    read = encoded * later.epochs / (archive.drives * archive.read_bytes_per_second)
+    return [
+        first._replace(drives=written),
+        later._replace(generation=0.0, encode=0.0, drives=read),
+    ]
 
 
 def _phase(inputs: Inputs, volume: Volume, name: str, epochs: float, generation: float) -> Phase:
@@ -189,6 +219,7 @@ def _phase(inputs: Inputs, volume: Volume, name: str, epochs: float, generation:
         epochs=epochs,
         generation=generation,
         encode=states / encoders,
+        drives=0.0,
         link=8 * states / stream.ratio / wired if wired else 0.0,
         decode=states / (stream.decode_bytes_per_second * stream.decode_threads),
         training=inputs.workload.prompts * epochs / samples_per_second(inputs),
@@ -229,7 +260,7 @@ def samples_per_second(inputs: Inputs) -> float:
 def _times(inputs: Inputs, volume: Volume, phases: list[Phase]) -> Times:
     total = Phase("", 0.0, *(sum(column) for column in zip(*(p[2:] for p in phases), strict=True)))
     if inputs.layout.training == "after":
-        making, using = max(total[2:5]), max(total[5:])
+        making, using = max(total[2:6]), max(total[6:])
         elapsed = making + using
         bottleneck = "generation, then training"
     else:
@@ -242,6 +273,7 @@ def _times(inputs: Inputs, volume: Volume, phases: list[Phase]) -> Times:
         generation=total.generation,
         link=total.link,
         encode=total.encode,
+        drives=total.drives,
         decode=total.decode,
         training=total.training,
         elapsed=elapsed,
@@ -303,6 +335,19 @@ def _archive(inputs: Inputs, volume: Volume) -> float:
     if inputs.layout.later_epochs == "replay":
         return volume.epoch_bytes / inputs.stream.ratio
     return volume.states_bytes / inputs.stream.ratio if inputs.layout.training == "after" else 0.0
+
+
+def _drives(inputs: Inputs, bandwidth: Bandwidth, storage: Storage) -> Drives | None:
+    archive = inputs.archive
+    if inputs.layout.later_epochs != "replay" or not bandwidth.later:
+        return None
+    read = bandwidth.later / inputs.stream.ratio
+    return Drives(
+        filled=storage.archive / (archive.drives * archive.drive_bytes),
+        worn=storage.archive / (archive.drives * archive.endurance_bytes),
+        read=read,
+        read_share=read / (archive.drives * archive.read_bytes_per_second),
+    )
 
 
 def _moved(inputs: Inputs, volume: Volume) -> Moved:

@@ -13,6 +13,12 @@ LINKS = (1e9, 2.5e9, 10e9, 25e9, 40e9, 50e9, 100e9, 200e9, 400e9, 800e9)
 """Bits per second of what can be bought."""
 
 
+MOST_FILLED = 0.9
+"""Of a drive, beyond which it becomes slow."""
+MOST_WORN = 0.1
+"""Of a drive, by one run."""
+
+
 class Finding(Struct, frozen=True):
     grade: Literal["impossible", "warning", "note"]
     text: str
@@ -28,6 +34,7 @@ def findings(inputs: Inputs, plan: Plan, doubts: Iterable[str] = ()) -> list[Fin
         *_of_the_link(inputs, plan),
         *_of_training(inputs, plan),
         *_of_epochs(inputs),
+        *_of_drives(inputs, plan),
         *_of_prices(inputs),
     ]
     grades = ("impossible", "warning", "note")
@@ -171,6 +178,27 @@ def _of_epochs(inputs: Inputs) -> Iterator[Finding]:
             "warning",
             f"all {inputs.workload.epochs:g} epochs train on the same responses: those after the "
             f"first are {how}, not generated",
+        )
+
+
+def _of_drives(inputs: Inputs, plan: Plan) -> Iterator[Finding]:
+    """When an archive is full, later epochs generate again what is not in it."""
+    drives, archive = plan.drives, inputs.archive
+    if drives is None:
+        return
+    words = f"{archive.drives:g} of {show(archive.drive_bytes, 'bytes')}"
+    kept = show(plan.storage.archive, "bytes")
+    if drives.filled > 1:
+        yield Finding(
+            "impossible",
+            f"an archive of {kept} does not fit on {words}; what does not is generated in every "
+            "epoch",
+        )
+    elif drives.filled > MOST_FILLED:
+        yield Finding("warning", f"an archive of {kept} on {words} leaves less than a tenth free")
+    if drives.worn > MOST_WORN:
+        yield Finding(
+            "warning", f"one run takes {drives.worn:.0%} of the endurance of the archive's drives"
         )
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 Positive = Annotated[float, Meta(ge=1e-9, le=1e21)]
 Fraction = Annotated[float, Meta(ge=1e-9, le=1)]
+Later = Literal["generate", "replay", "prefill"]
 NotNegative = Annotated[float, Meta(ge=0, le=1e21)]
 
 
@@ -74,7 +75,7 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """prefill: responses are generated without a capture, which is one more pass over them."""
     tokens_per_pass: Positive = 1.0
     """Of a request in one pass; more than 1 with speculative decoding."""
-    later_epochs: Literal["generate", "replay", "prefill"] = "generate"
+    later_epochs: Later = "generate"
     """Where the samples of all epochs but the first come from: generated anew; out of an archive
     of the first; or captured once more from its responses, in one pass over each."""
     training: Literal["streamed", "after"] = "streamed"
@@ -117,6 +118,17 @@ class Stream(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     decode_threads: Positive = 2.0
     window_samples: Positive = 64.0
     batch_samples: Positive = 1.0
+
+
+class Archive(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The drives that keep one epoch, where later ones are replayed; figures of one drive."""
+
+    drives: Positive = 1.0
+    drive_bytes: Positive = 30.72e12
+    read_bytes_per_second: Positive = 7e9
+    write_bytes_per_second: Positive = 3e9
+    endurance_bytes: Positive = 28e15
+    """That may be written to it before it is worn."""
 
 
 class Training(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,6 +204,7 @@ class Inputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rates: Rates
     training: Training
     stream: Stream = Stream()
+    archive: Archive = Archive()
     prices: Prices = Prices()
     measured: Measured = Measured()
     claims: tuple[Claim, ...] = ()
@@ -219,6 +232,11 @@ REASONS = {
     "stream.encode_bytes_per_second": "AVX2, docs/status.md",
     "stream.decode_bytes_per_second": "AVX2, docs/status.md",
     "stream.headroom": "a guess",
+    "archive.drives": "one of today's, QLC",
+    "archive.drive_bytes": "one of today's, QLC",
+    "archive.read_bytes_per_second": "one of today's, QLC",
+    "archive.write_bytes_per_second": "one of today's, QLC",
+    "archive.endurance_bytes": "half of it a day for five years",
     "training.drafter_parameters": "DFlash for H = 5120",
     "training.utilisation": "a guess: measure it",
     "training.anchors": "SpecForge 0.2.0",

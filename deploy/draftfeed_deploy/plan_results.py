@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from draftfeed_deploy.plan import Plan, plan, samples_per_second
-from draftfeed_deploy.plan_inputs import Inputs
+from draftfeed_deploy.plan_inputs import Inputs, Later
 from draftfeed_deploy.plan_units import Unit
 
 
@@ -17,6 +18,13 @@ class Result(Struct, frozen=True):
     value: float
     unit: Unit
     meaning: str
+
+
+_AGAINST: dict[Later, str] = {
+    "generate": "saved beside generating every epoch anew",
+    "prefill": "saved beside capturing later epochs by prefill",
+    "replay": "saved beside an archive of the first epoch",
+}
 
 
 class Row(NamedTuple):
@@ -33,6 +41,7 @@ def results(inputs: Inputs, plan: Plan) -> list[Result]:
         "stream": _stream(inputs, plan),
         "spool and buffers": _buffers(plan),
         "storage and moves": _storage(plan),
+        "drives of the archive": _drives(plan),
         "GPU memory": _memory(plan),
         "limits of the GPUs": _limits(inputs, plan),
         "cost": _cost(inputs, plan),
@@ -71,6 +80,18 @@ def _time(inputs: Inputs, plan: Plan) -> Iterator[Row]:
     yield Row("samples_per_second", rate, "samples/s", "that the trainer can take")
     yield Row("training_seconds", times.training, "seconds", "training, alone")
     yield Row("elapsed_seconds", times.elapsed, "seconds", f"THE RUN; {times.bottleneck} decides")
+    for name, saved in _saved(inputs, times.elapsed):
+        yield Row(f"saved_against_{name}_seconds", saved, "seconds", _AGAINST[name])
+
+
+def _saved(inputs: Inputs, elapsed: float) -> Iterator[tuple[Later, float]]:
+    """What the choice for later epochs saves beside each of the others; below 0 it costs."""
+    if inputs.workload.epochs <= 1 or inputs.layout.later_epochs == "generate":
+        return
+    for name in _AGAINST:
+        if name != inputs.layout.later_epochs:
+            layout = replace(inputs.layout, later_epochs=name)
+            yield name, plan(replace(inputs, layout=layout)).times.elapsed - elapsed
 
 
 def _stream(inputs: Inputs, plan: Plan) -> Iterator[Row]:
@@ -111,6 +132,17 @@ def _storage(plan: Plan) -> Iterator[Row]:
     yield Row("moved_bytes", moved.before, "bytes", "moved before it begins")
     yield Row("streamed_bytes", moved.stream, "bytes", "moved as states")
     yield Row("drafter_bytes", moved.drafter, "bytes", "the drafter, at the end")
+
+
+def _drives(plan: Plan) -> Iterator[Row]:
+    drives = plan.drives
+    if drives is None:
+        return
+    yield Row("drives_filled", drives.filled, "share", "of their capacity")
+    yield Row("drives_worn", drives.worn, "share", "of their endurance, by one run")
+    meaning = "read in later epochs, encoded, as fast as they are trained on"
+    yield Row("drives_read_bytes_per_second", drives.read, "bytes/s", meaning)
+    yield Row("drives_read_share", drives.read_share, "share", "of what they can read")
 
 
 def _memory(plan: Plan) -> Iterator[Row]:
