@@ -17,6 +17,8 @@ from draftfeed_proto.ids import IdSet, SampleId
 from samples import DATASET, DESCRIPTOR, sample
 from spool_helpers import SHARDS
 
+CHANGES = ("pwrite", "fsync", "posix_fallocate", "replace", "rename", "unlink", "ftruncate")
+
 
 def store_and_die(directory: str, fsync: Any) -> None:
     spool = Spool(SpoolConfig(dir=Path(directory), fsync=fsync), DESCRIPTOR, SHARDS)
@@ -126,7 +128,7 @@ def crash_at_every_step(directory: str) -> None:
         read, write = os.pipe()
         writer = os.fork()
         if writer == 0:
-            _die_before(step)
+            die_before(step, CHANGES)
             log = ControlLog(path, 2, compact_bytes=600)
             _commits(log, 12, told=write)
             os._exit(0)
@@ -152,8 +154,8 @@ def _commits(log: ControlLog, count: int, told: int | None = None) -> None:
             os.write(told, bytes([number]))
 
 
-def _die_before(step: int) -> None:
-    """Kill this process before its step-th call of any of these."""
+def die_before(step: int, names: tuple[str, ...]) -> None:
+    """Kill this process before its step-th call of any of these functions of `os`."""
     left = step
 
     def deadly(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,7 +168,7 @@ def _die_before(step: int) -> None:
 
         return instead
 
-    for name in ("pwrite", "fsync", "posix_fallocate", "replace", "rename", "unlink", "ftruncate"):
+    for name in names:
         setattr(os, name, deadly(getattr(os, name)))
 
 

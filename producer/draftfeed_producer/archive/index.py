@@ -155,6 +155,13 @@ class Archive:
         here = self.place(ordinals) == (number << _POSITION_BITS) + np.arange(len(records))
         return [record for record, counts in zip(records, here, strict=True) if counts]
 
+    def path_of(self, id: SampleId) -> Path:
+        """Of the line's segment, without the ending. Raises KeyError."""
+        place = self._place(id)
+        if place is None:
+            raise KeyError(id)
+        return self.path(place[0])
+
     def path(self, number: int) -> Path:
         """Of a segment, without the ending."""
         return self.config.roots[self._in_root[number]] / self._digests[number].hex()

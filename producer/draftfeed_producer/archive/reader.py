@@ -10,7 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from draftfeed_producer.archive.roots import Contents, same_contents
-from draftfeed_producer.archive.sealed import INDEX, PART, SEGMENT, headers_in, read_index
+from draftfeed_producer.archive.sealed import (
+    INDEX,
+    INDEX_PART,
+    PART,
+    SEGMENT,
+    headers_in,
+    read_index,
+)
 from draftfeed_producer.errors import ArchiveError, SpoolError
 from draftfeed_producer.spool.control import Control
 from draftfeed_producer.spool.control_log import KEEP_ALL
@@ -109,7 +116,7 @@ class ArchiveReader(Reader):
             elif name.endswith(SEGMENT) and path.with_suffix(INDEX).name not in names:
                 reason = f"is not sealed: its index, {path.stem}{INDEX}, is missing"
                 yield Fault(path, reason, _named(path))
-            elif name.endswith((PART, f"{INDEX}-part")):
+            elif name.endswith((PART, INDEX_PART)):
                 yield Fault(path, "is being made, or was when a producer was killed")
             if time.monotonic() >= due:
                 due = time.monotonic() + LINE_SECONDS

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BLOCK_BYTES = 4 << 20
-SEGMENT, INDEX, PART = ".seg", ".idx", ".part"
+SEGMENT, INDEX = ".seg", ".idx"
+PART, INDEX_PART = ".part", ".idx-part"
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
 
@@ -79,11 +80,13 @@ def seal(
         head = Head(stream_id, digest, size, len(records))
         index = root / (digest + INDEX)
         if not index.exists():  # else it was sealed before, and the spool's was not deleted yet
+            _write_index(part.with_suffix(INDEX_PART), head, records)
             os.replace(part, root / (digest + SEGMENT))
-            _write_index(index, head, records)
+            os.replace(part.with_suffix(INDEX_PART), index)
             sync_directory(root)
     finally:
         part.unlink(missing_ok=True)
+        part.with_suffix(INDEX_PART).unlink(missing_ok=True)
     return head
 
 
@@ -208,8 +211,7 @@ def _linked(source: Path, part: Path) -> bool:
 
 
 def _write_index(path: Path, head: Head, records: list[Record]) -> None:
-    part = path.with_suffix(".idx-part")
-    fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         end = entries.write(fd, 0, Kind.INDEX, msgspec.msgpack.encode(head))
         for record in records:
@@ -218,4 +220,3 @@ def _write_index(path: Path, head: Head, records: list[Record]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-    os.replace(part, path)
