@@ -80,7 +80,7 @@ def seal(
         head = Head(stream_id, digest, size, len(records))
         index = root / (digest + INDEX)
         if not index.exists():  # else it was sealed before, and the spool's was not deleted yet
-            _write_index(part.with_suffix(INDEX_PART), head, records)
+            write_index(part.with_suffix(INDEX_PART), head, records)
             os.replace(part, root / (digest + SEGMENT))
             os.replace(part.with_suffix(INDEX_PART), index)
             sync_directory(root)
@@ -210,13 +210,15 @@ def _linked(source: Path, part: Path) -> bool:
     return True
 
 
-def _write_index(path: Path, head: Head, records: list[Record]) -> None:
+def write_index(path: Path, head: Head, records: list[Record]) -> None:
+    """Durable when it returns, but for its name. Raises OSError."""
+    parts = [msgspec.msgpack.encode(head)]
+    parts += [msgspec.msgpack.encode(_Line(record.header, record.chunks)) for record in records]
+    kinds = [Kind.INDEX, *[Kind.INDEXED] * len(records)]
+    framed = (entries.header(kind, part) + part for kind, part in zip(kinds, parts, strict=True))
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
-        end = entries.write(fd, 0, Kind.INDEX, msgspec.msgpack.encode(head))
-        for record in records:
-            line = msgspec.msgpack.encode(_Line(record.header, record.chunks))
-            end = entries.write(fd, end, Kind.INDEXED, line)
+        entries.write_all(fd, b"".join(framed), 0)
         os.fsync(fd)
     finally:
         os.close(fd)
