@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -457,6 +458,8 @@ class Server:
                 self._spool.void(action.id, action.reason)
 
     def _send_chunk(self, action: SendChunk) -> None:
+        if action.message.index == 0:
+            self._read_ahead(action.sender)
         try:
             frame = self._spool.read_chunk(action.message.id, action.message.index)
         except KeyError:  # it became terminal while it waited here
@@ -464,6 +467,13 @@ class Server:
         if self._send(action.sender, [m.encode(action.message), frame]):
             self._delivery.sent(action.sender, len(frame))
             self._count_chunk(action)
+
+    def _read_ahead(self, sender: bytes) -> None:
+        """What a member is to get behind the sample that begins."""
+        member = self._delivery.fencing.attached.get(sender)
+        if member is not None and member.session is not None:
+            for id in islice(member.session.granted, 1):
+                self._spool.read_ahead(id)
 
     def _count_chunk(self, action: SendChunk) -> None:
         member, stock = self._delivery.fencing.attached.get(action.sender), self._delivery.stock

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,6 +112,17 @@ class Archive:
         except OSError as error:
             logger.error("%s: byte %d cannot be read: %s", id, offset, error.strerror)
             return b""
+
+    def read_ahead(self, id: SampleId) -> None:
+        """Have the kernel fetch all of a sample, whose chunks will be asked for one by one: the
+        drive then works while others are sent."""
+        found = self._find(id)
+        if found is None:
+            return
+        record, fd = found
+        start, (last, size) = record.chunks[0][0], record.chunks[-1]
+        with suppress(OSError):  # it is advice; a read will tell what is wrong
+            os.posix_fadvise(fd, start, last + size - start, os.POSIX_FADV_WILLNEED)
 
     def whole(self, id: SampleId) -> bool:
         """Whether the sample is there and every chunk of it is what was written."""

@@ -75,6 +75,10 @@ class ArchivedSpool(Spool):
             return super().read_chunk(id, index)
         return self.archive.read_chunk(id, index)
 
+    def read_ahead(self, id: SampleId) -> None:
+        if id not in self._samples:
+            self.archive.read_ahead(id)
+
     def header_of(self, id: SampleId) -> SampleHeader | None:
         with self._samples.changed:
             here = super().header_of(id) or self._shared(id)

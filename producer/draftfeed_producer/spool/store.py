@@ -139,6 +139,10 @@ class Spool:
         """Raises KeyError when the sample is not here."""
         return self._samples.read_chunk(id, index)
 
+    def read_ahead(self, id: SampleId) -> None:
+        """The sample's chunks are asked for soon. What the spool holds was written here not long
+        ago, and is mostly in memory still."""
+
     def header_of(self, id: SampleId) -> SampleHeader | None:
         """None when it has no record here; committed samples have one until they are freed."""
         return self._samples.record(id).header if id in self._samples else None
