@@ -254,6 +254,13 @@ class Server:
         while not self._inbox.empty():
             self._perform(self._inbox.get()())
 
+    def _remake(self, ids: list[SampleId]) -> None:
+        """By the engine, unless there is another copy."""
+        shelf = self._shelf
+        ids = [id for id in ids if shelf is None or not shelf.give_back(id)]
+        if ids:
+            self.regenerate.put(ids)
+
     def _restock(self) -> None:
         """Off the shelf, as many as members may soon ask for: no more, for each takes memory."""
         while self._shelf is not None and self._delivery.stock.spooled < RESTOCK_SAMPLES:
@@ -343,7 +350,7 @@ class Server:
                     whole = self._spool.whole(action.id)
                     self._perform(self._delivery.verified(action.id, whole))
                 case Regenerate():
-                    self.regenerate.put(action.ids)
+                    self._remake(action.ids)
                 case _:
                     if not self._store(action):
                         break  # what follows must not be said

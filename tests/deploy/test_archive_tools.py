@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from archive_helpers import archive_samples, opened, read, segments
+from archive_helpers import archive_samples, archiving, opened, read, segments
 from draftfeed_deploy.cli import main
 from draftfeed_proto.ids import SampleId
 from samples import sample
@@ -115,39 +115,56 @@ def test_verify_finds_a_flipped_byte_that_is_in_no_sample(root: Path, draftfeed:
     assert "cannot be served" not in ended.out
 
 
-@pytest.mark.parametrize(
-    ("ending", "words"),
-    [
-        (".seg", "its segment, {stem}.seg, is missing"),
-        (".idx", "its index, {stem}.idx, is missing"),
-    ],
-)
 @pytest.mark.parametrize("action", ["ls", "verify"])
-def test_half_a_pair_is_named_with_the_keys_that_are_gone(
-    root: Path, draftfeed: Draftfeed, action: str, ending: str, words: str
+def test_lost_segment_is_named_with_the_keys_that_are_gone(
+    root: Path, draftfeed: Draftfeed, action: str
 ) -> None:
     victim = segment_of(root, 3)
-    victim.with_suffix(ending).unlink()
+    victim.unlink()
     ended = draftfeed("archive", action, root)
     assert ended.code == (1 if action == "verify" else 0)
-    assert words.format(stem=victim.stem) in ended.out
+    assert f"its segment, {victim.name}, is missing" in ended.out
     assert "gone: 'key-3'" in ended.out
     assert "1596 prompts have no sample: lines 3,5-1599, from 0" in ended.out
 
 
-@pytest.mark.parametrize("how", ["torn", "flipped"])
-def test_damaged_index_is_named_with_the_keys_of_its_segment(
+@pytest.mark.parametrize("how", ["torn", "flipped", "missing"])
+def test_damaged_index_is_named_and_its_samples_are_found_in_the_segment(
     root: Path, draftfeed: Draftfeed, how: str
 ) -> None:
     index = segment_of(root, 1).with_suffix(".idx")
     if how == "torn":
         os.truncate(index, index.stat().st_size - 10)
-    else:
+    elif how == "flipped":
         flip(index, index.stat().st_size // 2)
+    else:
+        index.unlink()
     ended = draftfeed("archive", "verify", root)
     assert ended.code == 1
-    assert str(index) in ended.out
-    assert "gone: 'key-1'" in ended.out
+    assert index.stem in ended.out
+    assert "1 samples are found in the segment" in ended.out
+    assert "5 samples decode" in ended.out
+    assert "gone" not in ended.out
+
+
+def test_torn_segment_is_named_with_the_keys_that_are_gone(
+    tmp_path: Path, draftfeed: Draftfeed
+) -> None:
+    root = tmp_path / "root"
+    with (
+        opened(root) as archive,
+        archiving(tmp_path / "spool", archive, segment_bytes=1 << 20) as spool,
+    ):
+        for ordinal in range(COUNT):
+            spool.append(sample(ordinal))
+        spool.archive_rest()
+    (victim,) = segments(root)
+    os.truncate(victim, victim.stat().st_size // 2)
+    ended = draftfeed("archive", "verify", root)
+    assert ended.code == 1
+    assert f"{victim.stem}.idx: its segment is not the one of" in ended.out
+    assert "2 samples are found in the segment" in ended.out
+    assert "gone: 'key-2', 'key-3', 'key-4'" in ended.out
 
 
 def test_copy_in_another_root_makes_up_for_a_lost_one(

@@ -191,24 +191,73 @@ def damaged(path: Path, how: str) -> None:
             path.unlink()
 
 
-@pytest.mark.parametrize("how", ["torn", "flipped", "empty", "missing"])
-@pytest.mark.parametrize("ending", [".idx", ".seg"])
-def test_damaged_pair_costs_its_own_samples_only(
-    tmp_path: Path, ending: str, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def four(tmp_path: Path) -> tuple[Path, Path, int]:
+    """(a root with four samples, one of its segments, the line in it)"""
     root = tmp_path / "a"
     with opened(root) as archive:
         archive_samples(tmp_path / "spool", archive, range(4))
         victim = segments(root)[1]
-        lost = next(n for n in range(4) if archive.path_of(sample(n).id) == victim.with_suffix(""))
-    damaged(victim.with_suffix(ending), how)
+        line = next(n for n in range(4) if archive.path_of(sample(n).id) == victim.with_suffix(""))
+    return root, victim, line
+
+
+@pytest.mark.parametrize("how", ["torn", "flipped", "empty", "missing"])
+def test_damaged_segment_costs_its_own_samples_only_and_their_lines_still_count(
+    four: tuple[Path, Path, int], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replay with fewer lines than before would refuse the group's checkpoint."""
+    root, victim, lost = four
+    damaged(victim, how)
     with opened(root) as archive:
         there = [n for n in range(4) if archive.whole(sample(n).id)]
         assert there == [n for n in range(4) if n != lost]
         for ordinal in there:
             assert read(archive, sample(ordinal).id) == sample(ordinal).digest()
-    told = (ending, how) not in {(".seg", "flipped"), (".idx", "missing")}
-    assert (victim.stem in caplog.text) == told  # a flipped byte is found when it is read
+        assert archive.lines == lines(range(4))
+        assert sample(lost).id in archive
+        if how != "flipped":  # which is found when it is read
+            assert archive.header(sample(lost).id) is None
+            assert archive.statistics().samples == 3
+            assert victim.stem in caplog.text
+
+
+@pytest.mark.parametrize("how", ["torn", "flipped", "empty", "missing"])
+def test_damaged_index_costs_nothing_while_its_segment_is_whole(
+    four: tuple[Path, Path, int], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, victim, _ = four
+    damaged(victim.with_suffix(".idx"), how)
+    with opened(root) as archive:
+        for ordinal in range(4):
+            assert read(archive, sample(ordinal).id) == sample(ordinal).digest()
+        assert len(list(archive.records())) == 4
+    assert "1 samples are found in the segment, 0 are lost" in caplog.text
+
+
+def test_damaged_sample_is_served_from_its_other_copy(tmp_path: Path) -> None:
+    """It was made again and archived. Which of the two the next start takes first is chance."""
+    root, id = tmp_path / "a", sample(1).id.in_epoch(1)
+    with opened(root) as archive:
+        archive_samples(tmp_path / "one", archive, [1])
+        with archiving(tmp_path / "two", archive) as spool:
+            for ordinal in (0, 1, 2):  # another digest, for it has another place
+                spool.append(sample(ordinal))
+            spool.archive_rest()
+    with opened(root) as archive:
+        first = archive.path_of(id).with_suffix(".seg")
+        flip(first, first.stat().st_size // 2)
+        with archiving(tmp_path / "three", archive) as spool:
+            shelf = Shelf(spool)
+            shelf.begin(1, lines([1], epoch=1))
+            assert shelf.take() is not None
+            assert not spool.whole(id)
+            spool.void(id, "damaged")
+            assert shelf.give_back(id)
+            assert shelf.take() is not None
+            assert read(spool, id) == sample(1).digest()
+            spool.void(id, "damaged, too")
+            assert not shelf.give_back(id)
 
 
 def test_damage_at_rest_is_made_again_once_and_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -369,6 +418,60 @@ def test_segments_go_to_the_root_with_most_space(
     with opened(small / "a", large / "a") as archive:
         for ordinal in range(4):
             assert read(archive, sample(ordinal).id) == sample(ordinal).digest()
+
+
+def test_root_that_refuses_to_be_written_does_not_stop_the_others(
+    tmp_path: Path, small_disk: Callable[[str, str], Path]
+) -> None:
+    large, small = small_disk("large", "8m"), small_disk("small", "2m")
+    with opened(large, small) as archive:
+        subprocess.run(["mount", "-o", "remount,ro", str(large)], check=True)
+        archive_samples(tmp_path / "spool", archive, range(2))
+        assert len(segments(small)) == 2
+        assert segments(large) == []
+
+
+def test_producers_that_begin_an_archive_at_once_share_it(tmp_path: Path) -> None:
+    root, barrier, failed = tmp_path / "a", threading.Barrier(6), list[Exception]()
+
+    def begin() -> None:
+        barrier.wait()
+        try:
+            with opened(root):
+                pass
+        except ArchiveError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=begin) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert [path.name for path in root.iterdir()] == ["archive.json"]
+
+
+def test_root_that_hangs_costs_the_archive_and_neither_the_stream_nor_the_end(
+    tmp_path: Path,
+) -> None:
+    """What waits for the archive takes room in the spool, and generation would wait for it."""
+    Gated.gate = threading.Event()
+    with (
+        opened(tmp_path / "a") as archive,
+        archiving(tmp_path / "spool", archive, Gated, quota_bytes=1 << 17) as spool,
+    ):
+        try:
+            for ordinal in range(30):
+                assert spool.wait_for_space(0.2), f"sample {ordinal} waits"
+                spool.append(sample(ordinal))
+                commit(spool, lines(range(ordinal + 1)))
+            full = spool.archive_statistics()
+            assert full.missed > 10
+            assert "slower than what is to be archived" in full.alarm
+        finally:
+            Gated.gate.set()
+        eventually(lambda: archive.statistics().samples == 30 - full.missed, "it goes on")
+        assert not spool.archive_statistics().alarm
 
 
 def test_root_that_disappears_costs_its_samples_and_nothing_goes_there(

@@ -1,8 +1,8 @@
 """Seals segments that the spool has done with, away from the threads that make and serve."""
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +12,9 @@ from draftfeed_producer.errors import SpoolError
 from draftfeed_producer.spool.segments import Record, Segment
 
 logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0
+"""A root that does not answer is not waited for longer when the process is to end."""
 
 
 class _Job(NamedTuple):
@@ -27,7 +30,11 @@ class Archiver:
     def __init__(self, archive: Archive, counts: Callable[[Record], bool]) -> None:
         """counts: whether a sample is to be served again."""
         self._archive, self._counts = archive, counts
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: deque[_Job] = deque()
+        """Not begun."""
+        self._changed = threading.Condition()
+        """Notified when there is a job, or will be none."""
+        self._finishing = False
         self._stopped = threading.Event()
         self.alarm = ""
         self.missed = 0
@@ -35,14 +42,32 @@ class Archiver:
         self._thread.start()
 
     def take(self, segment: Segment, *, link: bool, done: Callable[[], None]) -> None:
-        """done: called when the segment may be deleted, by our thread; not when the process ends
+        """done: called when the segment may be deleted, by any thread; not when the process ends
         before that: the next start takes it again."""
-        self._jobs.put(_Job(segment, link, done))
+        with self._changed:
+            self._jobs.append(_Job(segment, link, done))
+            self._changed.notify()
+
+    def give_way(self) -> bool:
+        """Somebody needs the space now: the oldest that was not begun is given up. False when there
+        is none."""
+        with self._changed:
+            job = self._jobs.popleft() if self._jobs else None
+        if job is None:
+            return False
+        roots = ", ".join(map(str, self._archive.config.roots))
+        self._miss(job.segment, f"{roots}: slower than what is to be archived")
+        self._done(job)
+        return True
 
     def finish(self) -> None:
-        """Returns when everything taken so far is sealed, or after `close`."""
-        self._jobs.put(None)
-        self._thread.join()
+        """Returns when everything taken so far is sealed, or soon after `interrupt`."""
+        with self._changed:
+            self._finishing = True
+            self._changed.notify()
+        while self._thread.is_alive() and not self._stopped.wait(0.05):
+            self._thread.join(0.5)
+        self._thread.join(CLOSE_SECONDS)
 
     def interrupt(self) -> None:
         """`finish` returns soon: what is not sealed by now stays in the spool."""
@@ -50,36 +75,55 @@ class Archiver:
 
     def close(self) -> None:
         self.interrupt()
-        self._jobs.put(None)
-        self._thread.join()
+        self.finish()
+        if self._thread.is_alive():
+            logger.error("the archive does not answer; what was being sealed stays in the spool")
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._stopped.is_set():
+        while (job := self._next()) is not None:
             try:
                 self._seal(job)
-                job.done()
             except Interrupted:
                 return
-            except OSError as error:  # the spool's own, which its next start finds again
-                logger.error("%s cannot be deleted: %s", job.segment.path, error.strerror)
+            if self._stopped.is_set():
+                return  # the spool may be another process' by now
+            self._done(job)
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._finishing)
+            return self._jobs.popleft() if self._jobs and not self._stopped.is_set() else None
+
+    def _done(self, job: _Job) -> None:
+        try:
+            job.done()
+        except OSError as error:  # the spool's own, which its next start finds again
+            logger.error("%s cannot be deleted: %s", job.segment.path, error.strerror)
 
     def _seal(self, job: _Job) -> None:
-        path = job.segment.path
-        statistics = self._archive.statistics()
-        root, full = self._archive.roots.choose(job.segment.end, statistics.bytes)
-        if root is None:
-            self._miss(job.segment, full)
-            return
+        """Into the first of the roots that takes it."""
+        used = self._archive.statistics().bytes
+        roots, reason = self._archive.roots.choose(job.segment.end, used)
         stream_id = self._archive.descriptor.stream_id()
-        try:
-            head = seal(path, root, stream_id, self._counts, self._stopped.is_set, link=job.link)
-            self._archive.add(root, head)
-        except (OSError, SpoolError) as error:
-            self._miss(job.segment, f"{root}: {getattr(error, 'strerror', None) or error}")
+        for root in roots:
+            try:
+                head = seal(
+                    job.segment.path,
+                    root,
+                    stream_id,
+                    self._counts,
+                    self._stopped.is_set,
+                    link=job.link,
+                )
+                self._archive.add(root, head)
+            except (OSError, SpoolError) as error:
+                reason = f"{root}: {getattr(error, 'strerror', None) or error}"
+                continue
+            if self.alarm:
+                logger.warning("archiving goes on, in %s", root)
+            self.alarm = ""
             return
-        if self.alarm:
-            logger.warning("archiving goes on, in %s", root)
-        self.alarm = ""
+        self._miss(job.segment, reason)
 
     def _miss(self, segment: Segment, reason: str) -> None:
         """Said once, when it begins, with the sample from which on epochs are generated again."""

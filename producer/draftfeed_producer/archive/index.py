@@ -15,8 +15,15 @@ import numpy as np
 
 from draftfeed_producer.archive.config import ArchiveConfig
 from draftfeed_producer.archive.roots import Roots, describe_archive
-from draftfeed_producer.archive.sealed import INDEX, SEGMENT, Head, Sealed, read_index
-from draftfeed_producer.errors import ArchiveError
+from draftfeed_producer.archive.sealed import (
+    INDEX,
+    SEGMENT,
+    Head,
+    read_index,
+    read_line,
+    rescue,
+)
+from draftfeed_producer.errors import ArchiveDamaged, ArchiveError
 from draftfeed_producer.spool.segments import Record, frame_fault
 from draftfeed_proto import ranges
 from draftfeed_proto.descriptor import Descriptor
@@ -25,10 +32,11 @@ from draftfeed_proto.sample import SampleHeader
 
 logger = logging.getLogger(__name__)
 
-OPEN_SEGMENTS, OPEN_RECORDS = 64, 8192
-"""Whose index and file descriptor are held, and what those indexes may have together."""
+OPEN_SEGMENTS = 128
+"""Whose files are held open, two each."""
 LINE_SECONDS = 10.0
-_POSITION_BITS = 24
+_PLACE_BITS = 36
+_PLACE = (1 << _PLACE_BITS) - 1
 
 
 class ArchiveStatistics(NamedTuple):
@@ -45,8 +53,14 @@ class ArchiveStatistics(NamedTuple):
 
 
 class _Open(NamedTuple):
-    records: list[Record]
-    fd: int
+    index_fd: int
+    """-1 where there is no index, but what was found in the segment."""
+    segment_fd: int
+
+    def close(self) -> None:
+        for fd in self:
+            if fd >= 0:
+                os.close(fd)
 
 
 class Archive:
@@ -74,7 +88,13 @@ class Archive:
         self._numbers: dict[bytes, int] = {}
         """Of the segments: what names each, and its root; by number. There may be 100,000."""
         self._places = np.zeros(0, np.int64)
-        """By ordinal: (segment << bits | position) + 1; 0: not there."""
+        """By ordinal: (segment << bits | byte of the index) + 1; 0: not there."""
+        self._copies: dict[int, list[int]] = {}
+        """By ordinal: the same of its other copies, for when the first is damaged."""
+        self._rescued: dict[int, list[Record]] = {}
+        """By number of a segment without an index: its samples. Their place is that in the list."""
+        self._gone: dict[int, list[Record]] = {}
+        """The same of what is not there any more; it has no chunks."""
         self._lines = IdSet()
         """In epoch 0, whenever they were made."""
         self._bytes = 0
@@ -133,14 +153,17 @@ class Archive:
         return not any(frame_fault(self.read_chunk(id, index)) for index in chunks)
 
     def spoil(self, id: SampleId) -> None:
-        """What is there of the line is damaged: it is not served again by this process."""
+        """What is there of the line is damaged: it is not served again by this process. Another
+        copy is, where there is one."""
         with self._lock:
             if id.ordinal < len(self._places):
-                self._places[id.ordinal] = 0
-            self._lines.discard(id.in_epoch(0))
+                others = self._copies.get(id.ordinal)
+                self._places[id.ordinal] = others.pop(0) if others else 0
+                if not self._places[id.ordinal]:
+                    self._lines.discard(id.in_epoch(0))
 
     def place(self, ordinals: np.ndarray) -> np.ndarray:
-        """int64[n]: (segment, position) of each as one number that sorts; -1: not there."""
+        """int64[n]: (segment, place in it) of each as one number that sorts; -1: not there."""
         with self._lock:
             known = ordinals < len(self._places)
             places = np.zeros(len(ordinals), np.int64)
@@ -149,22 +172,26 @@ class Archive:
 
     def segment_of(self, places: np.ndarray) -> np.ndarray:
         """int64[n]: numbers of segments of what `place` gave."""
-        return places >> _POSITION_BITS
+        return places >> _PLACE_BITS
 
     def add(self, root: Path, head: Head) -> None:
         """A segment that was sealed just now. Raises ArchiveError when it cannot be read back."""
         self._take(root / (head.digest + INDEX))
 
     def records(self) -> Iterator[Record]:
-        """Every sample that is served, segment by segment. Raises ArchiveDamaged."""
+        """Every sample that is served, segment by segment, and what is known of lost ones. Raises
+        ArchiveDamaged."""
         for number in range(len(self._digests)):
             yield from self.records_in(number)
 
     def records_in(self, number: int) -> list[Record]:
         """Those of a segment that are served from there. Raises ArchiveDamaged."""
-        records = read_index(self.path(number).with_suffix(INDEX), number).records
+        records = self._rescued.get(number, self._gone.get(number))
+        places = list(range(len(records or ())))
+        if records is None:
+            _, records, places = read_index(self.path(number).with_suffix(INDEX), number)
         ordinals = np.array([record.header.id.ordinal for record in records], np.int64)
-        here = self.place(ordinals) == (number << _POSITION_BITS) + np.arange(len(records))
+        here = self.place(ordinals) == (number << _PLACE_BITS) + np.array(places, np.int64)
         return [record for record, counts in zip(records, here, strict=True) if counts]
 
     def path_of(self, id: SampleId) -> Path:
@@ -182,7 +209,7 @@ class Archive:
         with self._lock:
             return ArchiveStatistics(
                 len(self._digests),
-                len(self._lines),
+                len(self._lines) - self._lost_count(),
                 self._bytes,
                 self.config.quota_bytes,
                 alarm,
@@ -192,59 +219,115 @@ class Archive:
     def close(self) -> None:
         with self._lock:
             while self._opened:
-                os.close(self._opened.popitem()[1].fd)
+                self._opened.popitem()[1].close()
 
     # loading
 
     def _load(self) -> None:
+        """Pairs first: what is found in a segment without an index is second best."""
         indexes = [path for root in self.config.roots for path in sorted(root.glob(f"*{INDEX}"))]
         due = time.monotonic() + LINE_SECONDS
+        broken = self._without_index()
         for number, path in enumerate(indexes):
             try:
                 self._take(path)
+            except ArchiveDamaged as error:
+                broken.append(error)
             except ArchiveError as error:
                 logger.error("%s; what is in it is not served", error)
             if time.monotonic() >= due:
                 due = time.monotonic() + LINE_SECONDS
                 logger.info("archive: %d of %d segments are indexed", number + 1, len(indexes))
+        for damage in broken:
+            self._rescue(damage)
+
+    def _without_index(self) -> list[ArchiveDamaged]:
+        return [
+            ArchiveDamaged(path, f"its index, {path.stem}{INDEX}, is missing")
+            for root in self.config.roots
+            for path in sorted(root.glob(f"*{SEGMENT}"))
+            if not path.with_suffix(INDEX).exists()
+        ]
 
     def _take(self, path: Path) -> None:
         sealed = read_index(path)
-        if sealed.head.stream_id != self.descriptor.stream_id():
-            raise ArchiveError(path, f"is of another stream ({sealed.head.stream_id[:8]})")
-        self._check(path, sealed)
+        self._check(path, sealed.head.stream_id, [one.header for one in sealed.records])
         digest = bytes.fromhex(sealed.head.digest)
         with self._lock:
             if digest in self._numbers:
-                return  # a copy of it
-            number = self._numbers[digest] = len(self._digests)
-            self._digests.append(digest)
-            self._in_root.append(self.config.roots.index(path.parent))
+                return  # the same file once more
+            number = self._numbers[digest] = self._number(path)
             self._bytes += sealed.head.bytes
-            self._index(sealed, number)
+            for record, place in zip(sealed.records, sealed.places, strict=True):
+                self._index(record.header, number, place)
 
-    def _check(self, path: Path, sealed: Sealed) -> None:
+    def _rescue(self, damage: ArchiveDamaged) -> None:
+        """What the segment itself says. The lines of what is lost exist all the same: they are to
+        be generated again, or to be named as lost."""
+        path = damage.root
+        found = rescue(path, len(self._digests))
+        if not found.records and not found.lost:
+            logger.error("%s; nothing in it can be read", damage)
+            return
+        try:
+            stream_id = found.stream_id or self.descriptor.stream_id()
+            self._check(path, stream_id, [*(one.header for one in found.records), *found.lost])
+            _digest(path)
+        except ArchiveError as error:
+            logger.error("%s; what is in it is not served", error)
+            return
+        counts = (damage, len(found.records), len(found.lost))
+        logger.error("%s; %d samples are found in the segment, %d are lost", *counts)
+        with self._lock:
+            self._bytes += found.bytes
+            number = self._number(path)
+            self._rescued[number] = found.records
+            for place, record in enumerate(found.records):
+                self._index(record.header, number, place)
+            gone = self._number(path)
+            self._gone[gone] = [Record(header, gone, ()) for header in found.lost]
+            for place, header in enumerate(found.lost):
+                self._index(header, gone, place)
+
+    def _number(self, path: Path) -> int:
+        """Of another segment."""
+        self._digests.append(_digest(path))
+        self._in_root.append(self.config.roots.index(path.parent))
+        return len(self._digests) - 1
+
+    def _check(self, path: Path, stream_id: str, headers: list[SampleHeader]) -> None:
         """A copy that went into the wrong root must not pass for lines of this prompt file."""
         prompts = self.contents.prompts
-        for record in sealed.records:
-            id = record.header.id
+        if stream_id != self.descriptor.stream_id():
+            raise ArchiveError(path, f"is of another stream ({stream_id[:8]})")
+        for header in headers:
+            id = header.id
             if id.dataset != prompts.dataset or not ranges.contains(prompts.ranges, id.shard):
                 raise ArchiveError(path, f"is of another prompt file ({id})")
 
-    def _index(self, sealed: Sealed, number: int) -> None:
-        """Of two copies of a line the first stays."""
-        top = max((record.header.id.ordinal for record in sealed.records), default=-1)
-        if top >= len(self._places):
+    def _index(self, header: SampleHeader, number: int, place: int) -> None:
+        """Of two copies of a line the first stays, unless it is lost and the other is not."""
+        line, one = header.id.ordinal, (number << _PLACE_BITS | place) + 1
+        if line >= len(self._places):
             # Pages that are never written to take no memory.
-            larger = np.zeros(max(top + 1, 2 * len(self._places)), np.int64)
+            larger = np.zeros(max(line + 1, 2 * len(self._places)), np.int64)
             larger[: len(self._places)] = self._places
             self._places = larger
-        for position, record in enumerate(sealed.records):
-            id = record.header.id
-            self.longest_rows = max(self.longest_rows, record.header.rows)
-            if self._places[id.ordinal] == 0:
-                self._places[id.ordinal] = (number << _POSITION_BITS | position) + 1
-                self._lines.add(id.in_epoch(0))
+        self.longest_rows = max(self.longest_rows, header.rows)
+        first = int(self._places[line])
+        if first == 0:
+            self._places[line] = one
+            self._lines.add(header.id.in_epoch(0))
+        elif (first - 1) >> _PLACE_BITS in self._gone:
+            self._places[line] = one
+        elif number not in self._gone:
+            self._copies.setdefault(line, []).append(one)
+
+    def _lost_count(self) -> int:
+        if not self._gone:
+            return 0
+        numbers = (self._places[self._places != 0] - 1) >> _PLACE_BITS
+        return int(np.isin(numbers, list(self._gone)).sum())
 
     # reading
 
@@ -252,24 +335,29 @@ class Archive:
         with self._lock:
             if id.ordinal >= len(self._places) or not (place := int(self._places[id.ordinal])):
                 return None
-        return (place - 1) >> _POSITION_BITS, (place - 1) & ((1 << _POSITION_BITS) - 1)
+        return (place - 1) >> _PLACE_BITS, (place - 1) & _PLACE
 
     def _record(self, id: SampleId) -> Record | None:
         found = self._find(id)
         return found[0] if found is not None else None
 
     def _find(self, id: SampleId) -> tuple[Record, int] | None:
+        """(the record, descriptor of its segment)"""
         place = self._place(id)
-        if place is None:
+        if place is None or place[0] in self._gone:
             return None
+        number, at = place
         try:
-            opened = self._open(place[0])
+            opened = self._open(number)
+            if number in self._rescued:
+                return self._rescued[number][at], opened.segment_fd
+            path = self.path(number).with_suffix(INDEX)
+            return read_line(opened.index_fd, at, path, number), opened.segment_fd
         except ArchiveError as error:
-            if place[0] not in self._unreadable:  # else it is said for every sample
-                self._unreadable.add(place[0])
+            if number not in self._unreadable:  # else it is said for every sample
+                self._unreadable.add(number)
                 logger.error("%s; its samples are not served", error)
             return None
-        return opened.records[place[1]], opened.fd
 
     def _open(self, number: int) -> _Open:
         with self._lock:
@@ -277,18 +365,29 @@ class Archive:
             if number in self._opened:
                 self._opened.move_to_end(number)
                 return self._opened[number]
-        records = read_index(path.with_suffix(INDEX), number).records
+        index = -1 if number in self._rescued else _opened(path.with_suffix(INDEX))
         try:
-            opened = _Open(records, os.open(path.with_suffix(SEGMENT), os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            raise ArchiveError(path.with_suffix(SEGMENT), str(error.strerror)) from None
+            opened = _Open(index, _opened(path.with_suffix(SEGMENT)))
+        except ArchiveError:
+            _Open(index, -1).close()
+            raise
         with self._lock:
             self._opened[number] = opened
-            while self._too_many_open():
-                os.close(self._opened.popitem(last=False)[1].fd)
+            if len(self._opened) > OPEN_SEGMENTS:
+                self._opened.popitem(last=False)[1].close()
         return opened
 
-    def _too_many_open(self) -> bool:
-        records = sum(len(one.records) for one in self._opened.values())
-        count = len(self._opened)
-        return count > OPEN_SEGMENTS or (records > OPEN_RECORDS and count > 1)
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ArchiveError(path, str(error.strerror)) from None
+
+
+def _digest(path: Path) -> bytes:
+    """In as few bytes as its name can be given back from."""
+    try:
+        return bytes.fromhex(path.stem)
+    except ValueError:
+        raise ArchiveError(path, "is no name of a segment") from None

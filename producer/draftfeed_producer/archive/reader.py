@@ -1,7 +1,6 @@
 """An archive as a tool looks at it, while others may write to it and serve it."""
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,20 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from draftfeed_producer.archive.roots import Contents, same_contents
-from draftfeed_producer.archive.sealed import (
-    INDEX,
-    INDEX_PART,
-    PART,
-    SEGMENT,
-    headers_in,
-    read_index,
-)
+from draftfeed_producer.archive.sealed import INDEX, INDEX_PART, PART, SEGMENT, read_index, rescue
 from draftfeed_producer.errors import ArchiveError, SpoolError
 from draftfeed_producer.spool.control import Control
 from draftfeed_producer.spool.control_log import KEEP_ALL
 from draftfeed_producer.spool.directory import FORMAT, Owner
 from draftfeed_producer.spool.reader import Reader, SegmentFile
-from draftfeed_producer.spool.segments import Damage, Record, scan_records
+from draftfeed_producer.spool.segments import Damage, Record
 from draftfeed_proto import ranges
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -39,8 +31,8 @@ class Fault(NamedTuple):
     path: Path
     reason: str
     gone: tuple[tuple[SampleId, str], ...] = ()
-    """(id, key) of the samples that it, or the other of its pair, still names and that are not
-    served from elsewhere. More may have been in it."""
+    """(id, key) of the samples that are lost and not served from elsewhere, as far as an index
+    still names them."""
 
 
 class ArchiveReader(Reader):
@@ -62,6 +54,8 @@ class ArchiveReader(Reader):
         self.copies = 0
         """Samples of lines that have another one."""
         self._files: list[SegmentFile] = []
+        self._rescued: dict[int, list[Record]] = {}
+        """By number of a segment whose index is damaged or missing."""
         self._served_from = np.zeros(0, np.int32)
         """By line: number of the segment + 1; 0: there is none."""
         self.faults = self._load()
@@ -92,6 +86,8 @@ class ArchiveReader(Reader):
 
     def every_record(self, segment: SegmentFile) -> list[Record]:
         """Copies of what is served from elsewhere, too. Raises ArchiveDamaged."""
+        if segment.number in self._rescued:
+            return self._rescued[segment.number]
         return read_index(segment.path.with_suffix(INDEX), segment.number).records
 
     def serves(self, record: Record) -> bool:
@@ -114,8 +110,7 @@ class ArchiveReader(Reader):
             if name.endswith(INDEX):
                 yield from self._take(path)
             elif name.endswith(SEGMENT) and path.with_suffix(INDEX).name not in names:
-                reason = f"is not sealed: its index, {path.stem}{INDEX}, is missing"
-                yield Fault(path, reason, _named(path))
+                yield from self._rescue(path, f"its index, {path.stem}{INDEX}, is missing")
             elif name.endswith((PART, INDEX_PART)):
                 yield Fault(path, "is being made, or was when a producer was killed")
             if time.monotonic() >= due:
@@ -125,21 +120,43 @@ class ArchiveReader(Reader):
     def _take(self, path: Path) -> Iterator[Fault]:
         try:
             sealed = read_index(path)
-            if sealed.head.stream_id != self.contents.descriptor.stream_id():
-                raise ArchiveError(path, f"is of another stream ({sealed.head.stream_id[:8]})")
         except SpoolError as error:
             reason = error.reason if isinstance(error, ArchiveError) else str(error)
-            yield Fault(path, reason, _named(path))
+            yield from self._rescue(path, reason)
             return
-        strange = [one for one in sealed.records if not self._has(one.header.id)]
-        if strange:
-            yield Fault(path, f"is of another prompt file ({strange[0].header.id})")
+        headers = [record.header for record in sealed.records]
+        if strange := self._strange(sealed.head.stream_id, headers):
+            yield Fault(path, strange)
             return
+        self._add(path, sealed.head.bytes, headers)
+
+    def _rescue(self, path: Path, reason: str) -> Iterator[Fault]:
+        """As a replay does."""
         number = len(self._files)
-        segment = path.with_suffix(SEGMENT)
-        self._files.append(SegmentFile(number, segment, sealed.head.bytes, last=False))
-        for record in sealed.records:
-            self._count(record.header, number)
+        found = rescue(path, number)
+        headers = [record.header for record in found.records]
+        stream_id = found.stream_id or self.contents.descriptor.stream_id()
+        if strange := self._strange(stream_id, [*headers, *found.lost]):
+            yield Fault(path, strange)
+            return
+        if found.records:
+            reason += f"; {len(found.records)} samples are found in the segment"
+            self._rescued[number] = found.records
+            self._add(path, found.bytes, headers)
+        yield Fault(path, reason, tuple((one.id, one.key) for one in found.lost))
+
+    def _strange(self, stream_id: str, headers: list[SampleHeader]) -> str:
+        """Why they are none of this archive's; empty when they are."""
+        if stream_id != self.contents.descriptor.stream_id():
+            return f"is of another stream ({stream_id[:8]})"
+        ids = [one.id for one in headers if not self._has(one.id)]
+        return f"is of another prompt file ({ids[0]})" if ids else ""
+
+    def _add(self, path: Path, size: int, headers: list[SampleHeader]) -> None:
+        number = len(self._files)
+        self._files.append(SegmentFile(number, path.with_suffix(SEGMENT), size, last=False))
+        for header in headers:
+            self._count(header, number)
 
     def _has(self, id: SampleId) -> bool:
         prompts = self.contents.prompts
@@ -160,21 +177,3 @@ class ArchiveReader(Reader):
 
     def _gone(self, fault: Fault) -> tuple[tuple[SampleId, str], ...]:
         return tuple(one for one in fault.gone if one[0].in_epoch(0) not in self.lines)
-
-
-def _named(path: Path) -> tuple[tuple[SampleId, str], ...]:
-    """Of the samples that a segment or its index still names, whatever is left of the two."""
-    headers = headers_in(path.with_suffix(INDEX))
-    try:
-        fd = os.open(path.with_suffix(SEGMENT), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return tuple((one.id, one.key) for one in headers)
-    try:
-        for found in scan_records(fd, 0, verify=False, sealed=True):
-            if isinstance(found, Record):
-                headers.append(found.header)
-    except (OSError, SpoolError) as error:
-        logger.error("%s: %s", path.with_suffix(SEGMENT), error)
-    finally:
-        os.close(fd)
-    return tuple({one.id: (one.id, one.key) for one in headers}.values())

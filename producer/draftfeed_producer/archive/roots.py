@@ -1,6 +1,7 @@
 """The directories of an archive: whose they are, and which of them has room."""
 
 import os
+import secrets
 from pathlib import Path
 
 import msgspec
@@ -42,22 +43,22 @@ class Roots:
         for root in config.roots:
             _claim(root, contents)
 
-    def choose(self, size_bytes: int, used_bytes: int) -> tuple[Path | None, str]:
-        """(the root with most space left, why there is none)
+    def choose(self, size_bytes: int, used_bytes: int) -> tuple[list[Path], str]:
+        """(the roots that have room, that with most space left first; why there is none)
 
         size_bytes: of the segment. used_bytes: of all that is archived.
         """
         quota = self._config.quota_bytes
         if quota and used_bytes + size_bytes > quota:
-            return None, f"it holds {used_bytes} bytes, [archive] quota_bytes is {quota}"
+            return [], f"it holds {used_bytes} bytes, [archive] quota_bytes is {quota}"
         free = {root: _free(root) for root in self._config.roots}
-        root = max(free, key=lambda one: free[one])
-        if free[root] < 0:
-            return None, "no root can be reached"
-        if free[root] - size_bytes < self._config.min_free_bytes:
-            floor = self._config.min_free_bytes
-            return None, f"{root} has {free[root]} bytes left, [archive] min_free_bytes is {floor}"
-        return root, ""
+        best, floor = max(free, key=lambda one: free[one]), self._config.min_free_bytes
+        if free[best] < 0:
+            return [], "no root can be reached"
+        roots = [root for root in free if free[root] - size_bytes >= floor]
+        if not roots:
+            return [], f"{best} has {free[best]} bytes left, [archive] min_free_bytes is {floor}"
+        return sorted(roots, key=lambda one: -free[one]), ""
 
 
 def describe_archive(descriptor: Descriptor, prompts: Shards, lines: IdSet) -> Contents:
@@ -98,7 +99,8 @@ def _claim(root: Path, contents: Contents) -> None:
         make_directory(root)
         if next(root.glob(f"*{SEGMENT}"), None) is not None:
             raise ArchiveError(root, f"has segments and no {NAME}: it was lost, or never copied")
-        part = root / f"{NAME}.part"
+        # Under a name of its own: another process may do the same now, with the same words.
+        part = root / f"{NAME}-{secrets.token_hex(4)}.part"
         with part.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(contents)))
             file.flush()

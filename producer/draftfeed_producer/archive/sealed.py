@@ -15,14 +15,14 @@ from draftfeed_producer.errors import ArchiveDamaged, SpoolError
 from draftfeed_producer.spool import entries
 from draftfeed_producer.spool.entries import Kind
 from draftfeed_producer.spool.files import sync_directory
-from draftfeed_producer.spool.segments import Record, scan_records
+from draftfeed_producer.spool.segments import Record, SegmentHeader, scan_records
 from draftfeed_proto.sample import SampleHeader
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES, SYNC_BYTES = 4 << 20, 64 << 20
 SEGMENT, INDEX = ".seg", ".idx"
 PART, INDEX_PART = ".part", ".idx-part"
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
@@ -49,6 +49,19 @@ class Sealed(NamedTuple):
     head: Head
     records: list[Record]
     """In the order in which they lie there."""
+    places: list[int]
+    """Of each in the index: the byte at which `read_line` finds it."""
+
+
+class Rescued(NamedTuple):
+    """What can be had of a pair that is not whole."""
+
+    stream_id: str
+    records: list[Record]
+    """Found in the segment. One that was void, or killed the trainer, may be among them."""
+    lost: list[SampleHeader]
+    """Of samples that only the index, or what is left of it, still names."""
+    bytes: int
 
 
 class Interrupted(Exception):
@@ -120,13 +133,48 @@ def _read_index(path: Path, number: int) -> Sealed:
         head = _payload(fd, next(found), path, Kind.INDEX, Head)
         if (head.bytes, head.digest) != (size, path.stem):
             raise ArchiveDamaged(path, f"its segment is not the one of {head.bytes} bytes")
-        records = []
+        records, places = [], []
         for _ in range(head.samples):
-            line = _payload(fd, next(found), path, Kind.INDEXED, _Line)
+            entry = next(found)
+            line = _payload(fd, entry, path, Kind.INDEXED, _Line)
             records.append(Record(line.header, number, line.chunks))
+            places.append(entry.start)
     finally:
         os.close(fd)
-    return Sealed(head, records)
+    return Sealed(head, records, places)
+
+
+def read_line(fd: int, place: int, path: Path, number: int) -> Record:
+    """One entry of an open index, whose path is for messages. Raises ArchiveDamaged."""
+    try:
+        line = _payload(fd, next(entries.scan(fd, place)), path, Kind.INDEXED, _Line)
+    except (OSError, StopIteration) as error:
+        reason = getattr(error, "strerror", None) or f"nothing can be read at byte {place}"
+        raise ArchiveDamaged(path, reason) from None
+    return Record(line.header, number, line.chunks)
+
+
+def rescue(path: Path, number: int = 0) -> Rescued:
+    """path: of either of the two. Nothing is raised for what is damaged or gone."""
+    stream_id, records, size = "", list[Record](), 0
+    try:
+        fd = os.open(path.with_suffix(SEGMENT), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return Rescued("", [], headers_in(path.with_suffix(INDEX)), 0)
+    try:
+        size = os.fstat(fd).st_size
+        first = next(entries.scan(fd), None)
+        if first is not None and first.kind is Kind.SEGMENT and (data := entries.read(fd, first)):
+            stream_id = entries.decode(data, SegmentHeader).stream_id
+        found = scan_records(fd, number, verify=False, sealed=True)
+        records = [one for one in found if isinstance(one, Record)]
+    except (OSError, SpoolError) as error:
+        logger.error("%s: %s", path.with_suffix(SEGMENT), error)
+    finally:
+        os.close(fd)
+    known = {record.header.id for record in records}
+    lost = [one for one in headers_in(path.with_suffix(INDEX)) if one.id not in known]
+    return Rescued(stream_id, records, lost, size)
 
 
 def _payload(fd: int, entry: entries.Entry, path: Path, kind: Kind, of: type[T]) -> T:
@@ -193,6 +241,8 @@ def _copy(
                 size += len(block)
                 if copy is not None:
                     entries.write_all(copy.fileno(), block, size - len(block))
+                    if size % SYNC_BYTES == 0:  # in steps that a stop need not wait long for
+                        os.fdatasync(copy.fileno())
             os.fdatasync((copy or file).fileno()) if part is not None else None
         finally:
             if copy is not None:

@@ -21,11 +21,10 @@ class Shelf:
     def __init__(self, spool: ArchivedSpool) -> None:
         self._spool = spool
         self._lock = threading.Lock()
-        self._ids: list[SampleId] = []
         self._order = np.zeros(0, np.int64)
         self._next = 0
-        self._later: deque[int] = deque()
-        """Positions whose samples could not be had yet."""
+        self._later: deque[SampleId] = deque()
+        """That could not be had yet, and those given back."""
         self._lines = _Lines(IdSet(), 0)
         self.served = 0
         """Samples taken from it since the process began."""
@@ -49,26 +48,33 @@ class Shelf:
         """The next one that is not finished by now, and its header: without one it cannot be read,
         and is to be generated. None when there is none at the moment; see `exhausted`."""
         with self._lock:
-            for at in self._positions():
-                id = self._lines.id(at)
+            for id in self._candidates():
                 if self._spool.finished(id):
                     continue
                 try:
                     header = self._spool.shelve(id)
                 except BeingSealed:
-                    self._later.append(at)
+                    self._later.append(id)
                     continue
                 self.served += header is not None
                 return id, header
         return None
 
-    def _positions(self) -> Iterator[int]:
+    def give_back(self, id: SampleId) -> bool:
+        """What was served of it is damaged. Whether there is another copy, which comes next."""
+        if self._spool.archive.header(id) is None:
+            return False
+        with self._lock:
+            self._later.append(id)
+        return True
+
+    def _candidates(self) -> Iterator[SampleId]:
         """First those that have waited, each once, then those that come next."""
         for _ in range(len(self._later)):
             yield self._later.popleft()
         while self._next < len(self._order) and len(self._later) < MAX_LATER:
             self._next += 1
-            yield int(self._order[self._next - 1])
+            yield self._lines.id(int(self._order[self._next - 1]))
 
     @property
     def exhausted(self) -> bool:

@@ -116,6 +116,15 @@ class ArchivedSpool(Spool):
                 self._archiver.take(segment, link=link, done=lambda: None)
             self._archiver.finish()
 
+    def wait_for_space(self, timeout_seconds: float) -> bool:
+        """Segments that wait for a root that is too slow are given up before generation stops."""
+        if super().wait_for_space(timeout_seconds):
+            return True
+        while timeout_seconds and self._archiver.give_way():
+            if self._has_room():
+                return True
+        return False
+
     def interrupt(self) -> None:
         self._archiver.interrupt()
 
