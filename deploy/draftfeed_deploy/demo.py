@@ -22,9 +22,11 @@ from draftfeed_deploy.evaluation import evaluate
 from draftfeed_deploy.foreground import phase
 from draftfeed_deploy.producer_file import ProducerFile
 from draftfeed_deploy.reckoning import judge, prompt_list
-from draftfeed_deploy.records import Checkpoint
+from draftfeed_deploy.records import Archived, Checkpoint
 from draftfeed_deploy.report import Report, write_report
 from draftfeed_deploy.services import run_services
+from draftfeed_producer.archive import Archive, ArchiveConfig
+from draftfeed_producer.archive.roots import same_contents
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_proto.ids import IdSet
 
@@ -178,6 +180,8 @@ def run_demo(options: DemoOptions, console: Console) -> Report:
     trainer = load(directory / "consumer.toml", ConsumerFile).trainer
     _note_checkpoint(directory, trainer.output_dir)
     _note_audit(directory, producer)
+    if producer.archive is not None:
+        _note_archive(directory, producer.archive)
     with phase(console, "evaluating the drafter on held-out prompts"):
         evaluation = evaluate(producer, trainer, _shipped(directory, "heldout.jsonl"))
     (directory / "evaluation.json").write_bytes(msgspec.json.encode(evaluation))
@@ -200,6 +204,24 @@ def _note_audit(directory: Path, producer: ProducerConfig) -> None:
     prompts = prompt_list(producer)
     audit = judge("producer.toml", prompts, read_spool(producer.spool.dir, prompts.ids))
     (directory / "audit.json").write_bytes(msgspec.json.encode(audit))
+
+
+def _note_archive(directory: Path, config: ArchiveConfig) -> None:
+    """What the archive's own files say, every chunk of them verified."""
+    contents = same_contents(config.roots)
+    archive = Archive(config, contents.descriptor, contents.prompts)
+    try:
+        headers = [record.header for record in archive.records()]
+        counts = archive.statistics()
+        archived = Archived(
+            segments=counts.segments,
+            bytes=counts.bytes,
+            digests={str(header.id): header.digest for header in headers},
+            damaged=[str(header.id) for header in headers if not archive.whole(header.id)],
+        )
+    finally:
+        archive.close()
+    (directory / "archived.json").write_bytes(msgspec.json.encode(archived))
 
 
 def _fresh(directory: Path) -> Path:

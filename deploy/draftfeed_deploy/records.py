@@ -183,6 +183,17 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the samples whose effect it contains."""
 
 
+class Archived(msgspec.Struct, frozen=True, kw_only=True):
+    """`archived.json`: what the archive holds when all has ended, read back from its files."""
+
+    segments: int
+    bytes: int
+    digests: dict[str, str]
+    """Of the tensors of each sample, by the id that it was generated under."""
+    damaged: list[str]
+    """Of those, what is not what was written."""
+
+
 class Swap(msgspec.Struct, frozen=True, kw_only=True):
     """`swap.json`: the second consumer of a run, started to take over from the first."""
 

@@ -172,6 +172,7 @@ def _check_epochs(files: RunFiles, expected: Expected) -> list[Check]:
         _check_generated_once(files, expected),
         _check_delivered(files, expected),
         _check_equal(files, expected),
+        _check_archived(files, expected),
     ]
 
 
@@ -218,6 +219,28 @@ def _check_equal(files: RunFiles, expected: Expected) -> Check:
     faults += [] if later else ["no sample of a later epoch came"]
     detail = f"{len(later)} samples equal to epoch 1's, as generated and as received there"
     return _check("later epochs are byte for byte the first", detail, faults)
+
+
+def _check_archived(files: RunFiles, expected: Expected) -> Check:
+    """Later epochs may come out of the spool as long as segments wait there: that they were right
+    does not say that anything was archived."""
+    name, archived = "the archive holds every prompt, undamaged", files.archived
+    if archived is None:
+        return Check(name, False, files.archived_problem)
+    made = {(in_epoch(s.id, 0), s.digest) for s in files.generated}
+    held = {in_epoch(id, 0): digest for id, digest in archived.digests.items()}
+    rejected = {in_epoch(rejection.id, 0) for rejection in files.rejected}
+    due = {id for id, _ in made if id in expected.names}
+    faults = []
+    if missing := due - rejected - held.keys():
+        faults.append(f"{len(missing)} are not in it: {expected.listing(missing)}")
+    if differing := {id for id in due & held.keys() if (id, held[id]) not in made}:
+        faults.append(f"{len(differing)} are others there: {expected.listing(differing)}")
+    if archived.damaged:
+        damaged = expected.listing(archived.damaged)
+        faults.append(f"{len(archived.damaged)} are damaged there: {damaged}")
+    detail = f"{len(held)} prompts in {archived.segments} segments, {archived.bytes:,} bytes"
+    return _check(name, detail, faults)
 
 
 def _check_digests(files: RunFiles, expected: Expected) -> Check:

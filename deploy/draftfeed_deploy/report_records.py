@@ -11,6 +11,7 @@ import msgspec
 
 from draftfeed_deploy.reckoning import ProducerAudit
 from draftfeed_deploy.records import (
+    Archived,
     Checkpoint,
     ConsumerSnapshot,
     Evaluation,
@@ -50,6 +51,9 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Why `checkpoint` is None; empty when it is not."""
     audit: ProducerAudit | None
     audit_problem: str
+    archived: Archived | None
+    archived_problem: str
+    """Why `archived` is None; of one epoch there is no archive."""
     rejected: list[Rejection]
     evaluation: Evaluation | None
     evaluation_problem: str
@@ -107,6 +111,7 @@ def read_run(run_dir: Path) -> RunFiles:
     evaluation, evaluation_problem = _read(run_dir / "evaluation.json", Evaluation)
     checkpoint, checkpoint_problem = _read(run_dir / "checkpoint.json", Checkpoint)
     audit, audit_problem = _read(run_dir / "audit.json", ProducerAudit)
+    archived, archived_problem = _read(run_dir / "archived.json", Archived)
     swap, swap_problem = _read(run_dir / "swap.json", Swap)
     swapped = (run_dir / CONSUMERS[1]).exists()
     if swapped and swap is None:
@@ -132,6 +137,8 @@ def read_run(run_dir: Path) -> RunFiles:
         checkpoint_problem=checkpoint_problem,
         audit=audit,
         audit_problem=audit_problem,
+        archived=archived,
+        archived_problem=archived_problem,
         evaluation=evaluation,
         evaluation_problem=evaluation_problem,
         problems=problems,

@@ -76,6 +76,7 @@ class Run:
         self.second: dict[str, list[dict[str, Any]]] | None = None
         self.swap: dict[str, Any] | None = None
         self.audit: ProducerAudit | None = AGREED
+        self.archived: dict[str, Any] | None = None
         self.rejected: list[dict[str, Any]] = []
         self.evaluation: dict[str, Any] | None = {
             "untrained_loss": 8.0,
@@ -160,7 +161,12 @@ class Run:
         if self.second is not None:
             for name, rows in self.second.items():
                 self.write(f"consumer-2/{name}.jsonl", rows)
-        records = {"checkpoint": self._saved(), "swap": self.swap, "audit": self.audit}
+        records = {
+            "checkpoint": self._saved(),
+            "swap": self.swap,
+            "audit": self.audit,
+            "archived": self.archived,
+        }
         for name, value in records.items():
             if value is not None:
                 (self.dir / f"{name}.json").write_bytes(msgspec.json.encode(value))
@@ -183,6 +189,8 @@ class Run:
     def go_round(self, epochs: int) -> None:
         """Later epochs as well, out of the first one's generation."""
         self.epochs = epochs
+        digests = {row["id"]: row["digest"] for row in self.generated}
+        self.archived = {"segments": 1, "bytes": 1000, "digests": digests, "damaged": []}
         received, steps = list(self.received), list(self.steps)
         for epoch in range(1, epochs):
             ids = {id: str(replace(SampleId.parse(id), epoch=epoch)) for id in self.ids}

@@ -13,6 +13,7 @@ from finished_run import DIGESTS, ONCE, PROMPTS, TRAINED, Run, failed
 GENERATED_ONCE = "the target generated each prompt once"
 DELIVERED = "every epoch delivered every prompt once"
 EQUAL = "later epochs are byte for byte the first"
+ARCHIVED = "the archive holds every prompt, undamaged"
 EPOCHS = 3
 
 
@@ -107,7 +108,31 @@ def counted_otherwise_than_listed(run: Run) -> None:
     run.producer[-1]["samples"] += 1
 
 
+def never_archived(run: Run) -> None:
+    """The spool held everything to the end, so that each epoch was whole nevertheless."""
+    assert run.archived
+    run.archived = run.archived | {"segments": 0, "digests": {}}
+
+
+def archived_as_something_else(run: Run) -> None:
+    assert run.archived
+    run.archived["digests"][run.ids[6]] = "e" * 16
+
+
+def archived_and_damaged_there(run: Run) -> None:
+    assert run.archived
+    run.archived["damaged"] = [run.ids[6]]
+
+
+def archive_that_was_not_read(run: Run) -> None:
+    run.archived = None
+
+
 FAULTS = [
+    (never_archived, {ARCHIVED}, "12 are not in it: p-00 (line 1)"),
+    (archived_as_something_else, {ARCHIVED}, "1 are others there: p-06 (line 7)"),
+    (archived_and_damaged_there, {ARCHIVED}, "1 are damaged there: p-06 (line 7)"),
+    (archive_that_was_not_read, {ARCHIVED}, "archived.json: missing"),
     (one_differs_in_its_last_epoch, {DIGESTS, EQUAL}, "p-03 (line 4, epoch 3)"),
     (all_differ_from_what_was_made, {DIGESTS, EQUAL}, "p-03 (line 4, epoch 2)"),
     (never_delivered_in_an_epoch, {DIGESTS, DELIVERED}, "p-07 (line 8, epoch 2)"),
