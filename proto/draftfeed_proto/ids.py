@@ -63,7 +63,7 @@ class SampleId(
         return id
 
 
-class Shards(msgspec.Struct, frozen=True):
+class Shards(msgspec.Struct, frozen=True, omit_defaults=True):
     """Which parts of one prompt file a producer owns. A shard is a stretch of its lines."""
 
     dataset: Dataset

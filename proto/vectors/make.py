@@ -141,7 +141,7 @@ def messages() -> list[dict[str, Any]]:
                 **here,
                 descriptor=FULL,
                 stream_id=FULL.stream_id(),
-                shards=shards,
+                shards=msgspec.structs.replace(shards, epochs=3),
                 max_sample_bytes=4096,
                 committed=trained,
                 commit_term=6,

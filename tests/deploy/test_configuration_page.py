@@ -17,9 +17,15 @@ from draftfeed_consumer.trainers import TrainerConfig
 from draftfeed_consumer.trainers.specforge_options import SpecForgeOptions
 from draftfeed_deploy.config import build
 from draftfeed_deploy.status import StatusConfig
+from draftfeed_producer.archive import ArchiveConfig
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.conversations import OutputConfig
-from draftfeed_producer.engines import SGLangConfig, SyntheticConfig, TransformersConfig
+from draftfeed_producer.engines import (
+    ReplayConfig,
+    SGLangConfig,
+    SyntheticConfig,
+    TransformersConfig,
+)
 from draftfeed_producer.engines.config import CaptureConfig, SamplingConfig
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import PromptsConfig
@@ -34,6 +40,8 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     '`[engine]` with `name = "sglang"`': SGLangConfig,
     "\n`[engine.sampling]`": SamplingConfig,
     '`[engine]` with `name = "synthetic"`': SyntheticConfig,
+    '`[engine]` with `name = "archive"`': ReplayConfig,
+    "`[archive]`:": ArchiveConfig,
     "\n`[capture]`": CaptureConfig,
     "`[target]`\n": TargetConfig,
     "`[prompts]`\n": PromptsConfig,

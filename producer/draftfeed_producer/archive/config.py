@@ -16,7 +16,8 @@ class ArchiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     Each is made when it is missing; what mounts them must be there first."""
     quota_bytes: int = 0
     """Of all roots together; 0: what the drives hold. When it is reached the stream goes on and
-    nothing more is archived: later epochs generate those samples again."""
+    nothing more is archived: later epochs generate those samples again. A process counts what is
+    there when it starts and what it adds, and not what others add meanwhile."""
     min_free_bytes: int = 1 << 30
     """A root is full when its drive has less than this left."""
     order: Order = "samples"
