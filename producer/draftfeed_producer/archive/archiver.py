@@ -85,6 +85,9 @@ class Archiver:
                 self._seal(job)
             except Interrupted:
                 return
+            except Exception as error:  # a fault of ours: without us the spool would only grow
+                logger.exception("%s is not archived", job.segment.path)
+                self._miss(job.segment, f"an error of its own: {error!r}")
             if self._stopped.is_set():
                 return  # the spool may be another process' by now
             self._done(job)

@@ -1,0 +1,41 @@
+"""A fault of ours in the thread that seals costs samples of the archive, and nothing else."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from archive_helpers import archiving, commit, lines, opened
+from draftfeed_producer.archive import ArchivedSpool
+from draftfeed_producer.spool.segments import Record
+from samples import sample
+from waiting import eventually
+
+
+class Faulty(ArchivedSpool):
+    """Cannot judge one of its records."""
+
+    def _serve_again(self, record: Record) -> bool:
+        if record.header.id.ordinal == 1:
+            raise TypeError("unsupported operand")
+        return super()._serve_again(record)
+
+
+def test_thread_that_seals_survives_a_fault_of_its_own_and_the_spool_is_freed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ended, unseen: nothing was archived any more, and the spool grew up to its quota."""
+    with (
+        caplog.at_level(logging.ERROR),
+        opened(tmp_path / "a") as archive,
+        archiving(tmp_path / "spool", archive, Faulty) as spool,
+    ):
+        for ordinal in range(4):
+            spool.append(sample(ordinal))
+        commit(spool, lines(range(3)))
+        eventually(lambda: len(archive.lines) == 2, "the others are sealed")
+        eventually(lambda: spool.header_of(sample(1).id) is None, "its segment is gone")
+        figures = spool.archive_statistics()
+        assert figures.missed == 1
+        assert archive.lines == lines([0, 2])
+    assert "an error of its own: TypeError('unsupported operand')" in caplog.text
