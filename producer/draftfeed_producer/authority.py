@@ -76,15 +76,28 @@ class Authority:
     def said_again(self, key: tuple[int, int], trained: IdSet) -> bool:
         return key <= self.key and not trained - self.committed
 
-    def fault(self, key: tuple[int, int], trained: IdSet, received: set[SampleId]) -> str:
-        """A commit adds samples that this group was given, and takes none away."""
+    def exists(self, id: SampleId) -> bool:
+        """Whether there is a record of it, or of another epoch's sample that it would be."""
+        return self._header_of(id) is not None
+
+    def fault(
+        self,
+        key: tuple[int, int],
+        trained: IdSet,
+        received: set[SampleId],
+        also: Callable[[SampleId], bool] | None = None,
+    ) -> str:
+        """A commit adds samples that this group was given, and takes none away. also: what else it
+        may have been given, where that is not known."""
         if key <= self.key:
             return f"commit {key[1]} of term {key[0]} after {self.key[1]} of term {self.key[0]}"
         if lost := self.committed - trained:
             return f"commit without {len(lost)} samples that the last one had"
         fresh = trained - self.committed
         # The count first: a few bytes can claim ranges of a billion samples.
-        if len(fresh) > len(received) or any(id not in received for id in fresh):
+        if also is None and len(fresh) > len(received):
+            return "commit of more samples than this group holds"
+        if any(id not in received and not (also and also(id)) for id in fresh):
             return "commit of samples that this group does not hold"
         return ""
 

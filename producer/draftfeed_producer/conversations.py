@@ -216,10 +216,12 @@ class Conversations:
     def _recover(self, spool: Spool, ids: IdSet) -> None:
         """Write what the spool has and the file has not."""
         gone = 0
+        lines = self._written.in_epoch(0)
         for id in ids:
-            if id in self._written or id in spool.tombstones or not spool.finished(id):
+            if id.in_epoch(0) in lines or id in spool.tombstones or not spool.finished(id):
                 continue
             header = spool.header_of(id)
+            lines.add(id.in_epoch(0))  # of later epochs it is the same, unless it was made again
             if header is None:
                 gone += 1
                 continue

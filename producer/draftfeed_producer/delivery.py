@@ -383,7 +383,7 @@ class Delivery:
         if not (member.leader and session.open):
             fault = f"a commit of member {member.name!r}, which is not an open leader"
         else:
-            fault = self.authority.fault(key, trained, self._committable())
+            fault = self._commit_fault(key, trained)
         if fault:
             self._out.end_session(member, now)
             return [Send(session.sender, m.Refused(code="malformed", reason=fault))]
@@ -392,12 +392,19 @@ class Delivery:
         self._nacks = {id: count for id, count in self._nacks.items() if id in self.stock}
         return [stored, done, *self._out.endings()]
 
-    def _committable(self) -> set[SampleId]:
-        """Samples that the group may have trained."""
+    def _commit_fault(self, key: tuple[int, int], trained: IdSet) -> str:
+        """A rank that has not attached again after a restart may have trained what is here and
+        not finished; who knows that is its leader alone."""
         received = self.fencing.received
-        if self.fencing.resumed and not self.fencing.complete:
-            received |= set(self.stock)  # of a rank that has not attached again after a restart
-        return received
+        if not self.fencing.resumed or self.fencing.complete:
+            return self.authority.fault(key, trained, received)
+        if trained - self.committed - self.prompts:  # before each is looked for: there may be a lot
+            return "commit of samples that are no lines of the prompt file"
+
+        def here(id: SampleId) -> bool:
+            return self._unfinished(id) and (id in self.stock or self.authority.exists(id))
+
+        return self.authority.fault(key, trained, received, here)
 
     def _tombstone(self, id: SampleId, state: str, reason: str) -> list[Action]:
         there = id in self.stock or id in self.fencing.leased

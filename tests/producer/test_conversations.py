@@ -5,6 +5,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import tiny_models
+from draftfeed_producer.archive import ArchiveConfig
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.conversations import OutputConfig, Writer
 from draftfeed_producer.engines import (
@@ -25,10 +27,11 @@ from draftfeed_producer.errors import OutputFileError
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.prompts import Prompt, PromptFile, PromptsConfig
 from draftfeed_producer.service import ProducerService
-from draftfeed_producer.spool import SpoolConfig
+from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.spool.files import free_bytes
 from draftfeed_producer.spool.reader import Reader
 from draftfeed_producer.target import TargetConfig
+from draftfeed_proto.ids import IdSet
 from draftfeed_proto.sample import Sample
 from waiting import eventually
 
@@ -86,7 +89,7 @@ class Run:
         more: list[Table] = [{"messages": chat, "tools": [{"name": "t"}]}, {"prompt_ids": [5, 6]}]
         self.prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *more]))
         self.keys = [f"q-{n}" for n in range(COUNT - 2)] + [str(COUNT - 2), str(COUNT - 1)]
-        self.epoch = 0
+        self.epoch, self.epochs = 0, 1
         self._producers = 0
         self._started: list[Running] = []
 
@@ -94,11 +97,13 @@ class Run:
         self._producers += 1
         sampling = SamplingConfig(max_new_tokens=12, temperature=1.0, seed=seed)
         engine = TransformersConfig(dtype="float32", batch_size=4, threads=1, sampling=sampling)
+        archive = ArchiveConfig(roots=(self.directory / "archive",), min_free_bytes=0)
         config = ProducerConfig(
             engine=engine,
             target=TargetConfig(path=str(self._target), layer_ids=(1,)),
-            prompts=PromptsConfig(path=str(self.prompts), epoch=self.epoch),
+            prompts=PromptsConfig(path=str(self.prompts), epoch=self.epoch, epochs=self.epochs),
             spool=SpoolConfig(dir=self.spool, min_free_bytes=0),
+            archive=archive if self.epochs > 1 else None,
             server=ServerConfig(bind=f"ipc://{self.directory}/{self._producers}.sock"),
             output=OutputConfig(conversations=str(file or self.file), form=form),
         )
@@ -145,6 +150,19 @@ def run(tmp_path: Path, tiny_qwen3: Path) -> Iterator[Run]:
 
 
 def test_every_finished_prompt_has_a_line_with_its_tokens(run: Run):
+    run.start().made_all()
+    run.assert_same()
+
+
+def test_a_later_epoch_out_of_the_archive_adds_no_lines(run: Run):
+    """Each restart added one for every sample that an epoch had trained by then."""
+    run.epochs = 2
+    run.start().made_all()
+    reader = Reader(run.spool)
+    first = IdSet(record.header.id for record in reader.records())
+    config, descriptor = SpoolConfig(dir=run.spool), reader.owner.descriptor
+    with closing(Spool(config, descriptor, reader.shards)) as spool:
+        spool.commit(1, IdSet.union([first, first.in_epoch(1)]), 1)
     run.start().made_all()
     run.assert_same()
 

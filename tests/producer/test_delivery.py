@@ -164,6 +164,19 @@ def test_released_samples_come_back(member: Member) -> None:
     member.take(0)
 
 
+def test_a_commit_after_a_restart_covers_what_is_still_on_the_shelf() -> None:
+    """Of an archive only a few samples are in stock at a time: what the other rank was given before
+    the restart is elsewhere, and the leader's checkpoint was refused for it."""
+    before = producer(4)
+    Member(before, members=2).ask()
+    here = {id_of(k): header(k) for k in range(3)}
+    delivery = producer(1, prompts=4, term=before.fencing.term, header_of=here.get)
+    leader = Member(delivery, members=2)
+    leader.attach()
+    assert names(leader.commit(1, 0, 2))[:2] == ["StoreCommit", "Committed"]
+    assert names(leader.commit(2, 0, 2, 3)) == ["Refused"]  # it was never made
+
+
 def test_what_is_released_while_it_is_being_sent_is_not_sent_on(member: Member) -> None:
     member.grant(0, 1)
     member.receive(credit_bytes=FRAME_BYTES)
