@@ -266,7 +266,7 @@ def _verdict(figure: Spread, bar: float) -> str:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Replaying an archive, and what keeping it costs.")
     parser.add_argument("--rounds", type=int, default=5, help="of all arms")
-    parser.add_argument("--samples", type=int, default=96, help="in the archive")
+    parser.add_argument("--samples", type=int, default=64, help="in the archive")
     parser.add_argument("--tokens", type=int, default=800, help="mean length of a sample")
     parser.add_argument("--rate", type=float, default=2500.0, help="tokens/s of the paced arms")
     parser.add_argument("--dir", type=Path, help="where the archive is made; default: TMPDIR")
