@@ -19,11 +19,11 @@ def child(*arguments: object) -> "subprocess.CompletedProcess[str]":
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=400,
     )
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_million_samples_open_in_bounded_time_and_under_100_mb(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -33,10 +33,11 @@ def test_million_samples_open_in_bounded_time_and_under_100_mb(
     assert looked.returncode == 0, looked.stderr
     found = json.loads(looked.stdout)
     record_property("seconds to open", round(found["seconds"], 1))
+    record_property("CPU seconds to open", round(found["cpu_seconds"], 1))
     record_property("MB when open", round(found["opened_bytes"] / 1e6, 1))
     record_property("MB after 400 samples", round(found["served_bytes"] / 1e6, 1))
     record_property("MB at most", round(found["most_bytes"] / 1e6, 1))
     assert found["samples"] == COUNT
     assert found["most_bytes"] < 100e6
-    assert found["seconds"] < 120
+    assert found["cpu_seconds"] < 60
     assert found["seconds"] < 11 or "segments are indexed" in looked.stderr

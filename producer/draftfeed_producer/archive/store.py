@@ -73,6 +73,8 @@ class ArchivedSpool(Spool):
     def read_chunk(self, id: SampleId, index: int) -> bytes:
         if id in self._samples:
             return super().read_chunk(id, index)
+        if id in self._shelved and id not in self.archive:
+            return b""  # found damaged in another epoch, while this one was being served
         return self.archive.read_chunk(id, index)
 
     def read_ahead(self, id: SampleId) -> None:
@@ -91,7 +93,7 @@ class ArchivedSpool(Spool):
         if id in self._samples:
             super().void(id, reason)
             return
-        if id not in self.archive:
+        if id not in self.archive and id not in self._shelved:
             raise KeyError(id)
         # Nothing of it is written into the archive, which others read. A start after this serves
         # the damaged one again, has it refused again, and comes to the same end.
