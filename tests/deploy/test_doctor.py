@@ -19,6 +19,7 @@ from draftfeed_deploy.doctor_disk import TEST_BYTES, write_test
 from draftfeed_deploy.doctor_network import holder_of
 from draftfeed_deploy.keygen import write_pair
 from draftfeed_proto.codecs.packed import VARIABLE
+from ports import held_port
 from processes import Run
 from tiny_models import make_qwen3
 
@@ -73,12 +74,13 @@ def ask(
     model: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
+    silent: int,
 ) -> Callable[..., Doctor]:
     """Asks about a producer, a consumer or, with nothing, the machine."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Once"}\n')
     (tmp_path / "producer.toml").write_text(PRODUCER.format(model=model))
-    (tmp_path / "consumer.toml").write_text(CONSUMER.format(port=free_port()))
+    (tmp_path / "consumer.toml").write_text(CONSUMER.format(port=silent))
 
     def ask(service: str = "", *settings: str, options: tuple[str, ...] = ()) -> Doctor:
         chosen = ["-c", f"{service}.toml"] if service else []
@@ -97,11 +99,11 @@ def ask(
     return ask
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port at which nobody listens."""
+    with held_port() as number:
+        yield number
 
 
 @pytest.fixture
@@ -198,8 +200,8 @@ def test_port_that_is_taken_names_who_has_it(ask: Callable[..., Doctor], listene
     assert f"(pid {os.getpid()})" in doctor.said["status port"].found
 
 
-def test_nobody_has_a_free_port() -> None:
-    assert str(holder_of(free_port())) == "a process of somebody else"
+def test_nobody_has_a_free_port(silent: int) -> None:
+    assert str(holder_of(silent)) == "a process of somebody else"
 
 
 def test_port_of_a_running_producer_is_no_failure(tmp_path: Path) -> None:
@@ -331,13 +333,13 @@ def test_codec_that_is_slow_or_unknown(forced: str, level: str) -> None:
 
 
 def test_producer_that_answers_and_one_that_does_not(
-    ask: Callable[..., Doctor], listener: int
+    ask: Callable[..., Doctor], silent: int, listener: int
 ) -> None:
-    silent, answering = f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{listener}"
-    doctor = ask("consumer", f"producer.addresses=['{silent}', '{answering}']")
+    refusing, answering = f"tcp://127.0.0.1:{silent}", f"tcp://127.0.0.1:{listener}"
+    doctor = ask("consumer", f"producer.addresses=['{refusing}', '{answering}']")
     assert doctor.code == 0
-    assert doctor.said[silent].level == "warn"
-    assert doctor.said[silent].found == "connection refused"
+    assert doctor.said[refusing].level == "warn"
+    assert doctor.said[refusing].found == "connection refused"
     assert doctor.said[answering] == Said("ok", "answers", "")
     assert {"memory", "trainer", "checkpoints", "keys"} <= set(doctor.said)
 

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot
 from draftfeed_deploy.top import Top
 from draftfeed_deploy.top_view import graph, picture
 from draftfeed_deploy.top_watch import Service, Watch, totals
+from ports import held_port
 from shown import served, shown
 from snapshots import consumed, produced
 
@@ -67,6 +68,12 @@ def on_screen(
     asyncio.run(run())
 
 
+@pytest.fixture
+def bind() -> Iterator[str]:
+    with held_port() as number:
+        yield f"127.0.0.1:{number}"
+
+
 def test_producers_and_consumers_on_one_screen() -> None:
     with ExitStack() as stack:
         urls = [stack.enter_context(shown(lambda: made(spooled=6))) for _ in range(2)]
@@ -89,11 +96,7 @@ def test_producers_and_consumers_on_one_screen() -> None:
         on_screen(urls, act)
 
 
-def test_service_that_goes_away_is_shown_as_gone_and_comes_back() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        bind = f"127.0.0.1:{probe.getsockname()[1]}"
-
+def test_service_that_goes_away_is_shown_as_gone_and_comes_back(bind: str) -> None:
     async def act(screen: Screen) -> None:
         with shown(made, bind):
             await screen.until(lambda: "7/200" in screen.text, "the producer")

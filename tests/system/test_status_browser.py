@@ -16,7 +16,6 @@ from draftfeed_deploy.status import Status, StatusConfig
 from processes import Run
 from shown import served, shown
 from snapshots import consumed, produced
-from test_status_pages import free_port
 from waiting import eventually
 
 pytestmark = [needs_chromium, pytest.mark.timeout(180)]
@@ -39,7 +38,7 @@ def document(url: str) -> dict[str, Any]:
 def test_page_shows_the_figures_of_a_running_producer_and_they_change(
     run: Run, tmp_path: Path
 ) -> None:
-    port = free_port()
+    port = run.port()
     url = f"http://127.0.0.1:{port}"
     producer = run.start("producer", "--set", f"status.bind=127.0.0.1:{port}")
     run.wait_for(producer, "serving synthetic")

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from draftfeed_deploy.errors import StatusBindError
 from draftfeed_deploy.status import MAX_REQUESTS, Pages, Probe, Status, StatusConfig, loop_probe
+from ports import held_port
 from processes import SAMPLES, Run
 from promtool import needs_prometheus, promtool
 from waiting import eventually
@@ -29,13 +30,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path, rate=0)
     yield run
     run.kill_all()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def get(url: str | urllib.request.Request) -> tuple[int, str]:
@@ -66,7 +60,7 @@ def total(found: Scrape, name: str) -> float:
 
 def test_both_services_tell_the_same_story(run: Run) -> None:
     """Bandwidth, samples by where they are, the trainer's progress: figures of one run agree."""
-    ports = {"producer": free_port(), "consumer": free_port()}
+    ports = {"producer": run.port(), "consumer": run.port()}
     options = {name: ["--set", f"status.bind=127.0.0.1:{port}"] for name, port in ports.items()}
     producer = run.start("producer", *options["producer"])
     pause = ["--set", "trainer.options.pause_after=20"]
@@ -127,7 +121,7 @@ def test_both_services_tell_the_same_story(run: Run) -> None:
 
 
 def test_swap_is_counted_and_ages_begin_with_the_process(run: Run) -> None:
-    port = free_port()
+    port = run.port()
     status = ["--set", f"status.bind=127.0.0.1:{port}"]
     producer = run.start("producer", *status)
     first = run.start("consumer", "--set", "trainer.options.pause_after=10")
@@ -146,7 +140,7 @@ def test_swap_is_counted_and_ages_begin_with_the_process(run: Run) -> None:
 
 
 def test_every_metric_is_explained_and_named_as_prometheus_wants(run: Run) -> None:
-    ports = {"producer": free_port(), "consumer": free_port()}
+    ports = {"producer": run.port(), "consumer": run.port()}
     for name, port in ports.items():
         run.start(name, "--set", f"status.bind=127.0.0.1:{port}")
     for name, port in ports.items():
@@ -165,7 +159,7 @@ def test_every_metric_is_explained_and_named_as_prometheus_wants(run: Run) -> No
 @needs_prometheus
 def test_promtool_finds_nothing_to_say_of_the_metrics(run: Run) -> None:
     """Of a run in which samples have gone all the way, so that no metric is without a value."""
-    ports = {"producer": free_port(), "consumer": free_port()}
+    ports = {"producer": run.port(), "consumer": run.port()}
     options = {name: ["--set", f"status.bind=127.0.0.1:{port}"] for name, port in ports.items()}
     run.start("producer", *options["producer"])
     run.start("consumer", *options["consumer"], "--set", "trainer.options.pause_after=20")
@@ -209,9 +203,10 @@ def test_services_on_one_machine_take_the_next_free_port() -> None:
 
 
 def test_ranks_have_the_ports_behind_the_first() -> None:
-    port = free_port()
-    with Status(StatusConfig(bind=f"127.0.0.1:{port}"), rank=3) as status:
-        assert status.url == f"http://127.0.0.1:{port + 3}"
+    with held_port() as fourth:
+        bind = f"127.0.0.1:{fourth - 3}"
+        with Status(StatusConfig(bind=bind), rank=3) as status:
+            assert status.url == f"http://127.0.0.1:{fourth}"
 
 
 def test_hung_loop_and_a_service_that_begins_are_told_apart() -> None:
