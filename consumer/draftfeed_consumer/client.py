@@ -39,7 +39,7 @@ from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
-from draftfeed_proto.keys import local
+from draftfeed_proto.keys import check_port, local
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"addresses must name each producer once, not {self.addresses!r}")
         if (self.key is None) != (self.server_key is None):
             raise ValueError("key and server_key belong together, and one is missing")
+        for address in self.addresses:
+            check_port(address)
         away = [address for address in self.addresses if not local(address)]
         if self.key is None and not self.insecure and away:
             raise ValueError(

@@ -14,6 +14,7 @@ from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import AddressError
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedMessage, ProtoError
+from draftfeed_proto.keys import is_ipv6
 from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 
 HEARTBEAT_MS = 2_000
@@ -67,6 +68,7 @@ class Link:
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, max(MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES + _FRAME_SLACK_BYTES)),
             (zmq.LINGER, LINGER_MS),
+            (zmq.IPV6, is_ipv6(address)),
         ):
             self._socket.setsockopt(option, value)
         if credentials is not None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import zmq
+
 from draftfeed_deploy import doctor_machine as machine
 from draftfeed_deploy.doctor_disk import RATIO, bytes_in, capacity_of, disk, write_speed
 from draftfeed_deploy.doctor_finding import Finding, fail, ok, warn
@@ -76,6 +78,8 @@ def _target(config: ProducerFile) -> tuple[Finding, int | None]:
 def _prompts(config: ProducerFile) -> Finding:
     try:
         path = Path(config.needed()[1].path).expanduser()
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            return fail("prompts", f"{path} is no file", "ls -l; [prompts] path")
         with path.open("rb") as file:
             line = file.readline(MAX_LINE_BYTES)
     except ProducerError as error:
@@ -84,7 +88,7 @@ def _prompts(config: ProducerFile) -> Finding:
         return fail("prompts", f"{error.filename}: {error.strerror}", "ls -l; [prompts] path")
     try:
         whole = isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = False
     if not whole:
         return fail("prompts", f"{path}: line 1 is no JSON object", "draftfeed prepare --help")
@@ -197,7 +201,7 @@ def _keys(server: ServerConfig) -> Iterator[Finding]:
             yield ok("keys", "none, and only this machine can connect")
         return
     try:
-        read_secret(server.key.expanduser())
+        read_secret(server.key.expanduser(), zmq.curve_public)
         yield ok("keys", f"{server.key} is readable by its owner alone")
     except KeyFileError as error:
         yield fail("keys", str(error), f"chmod 600 {server.key}; draftfeed keygen")

@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from draftfeed_deploy import config as configuration
 from draftfeed_deploy.accounts import Source, ask, read_spool, union
@@ -108,7 +109,7 @@ def audit_of(
     """
     config = configuration.load(path, ProducerFile, overrides)
     prompts = prompt_list(config)
-    keys = read_secret(config.server.key) if config.server.key else None
+    keys = read_secret(config.server.key, zmq.curve_public) if config.server.key else None
     source = ask(address or config.server.bind, timeout_seconds, keys)
     if source is None:
         source = read_spool(config.spool.dir, prompts.ids)

@@ -8,7 +8,7 @@ import zmq
 from draftfeed_producer.access import Access
 from draftfeed_producer.errors import BindError
 from draftfeed_proto.errors import KeyFileError
-from draftfeed_proto.keys import local
+from draftfeed_proto.keys import check_port, is_ipv6, local
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MESSAGES = 8
@@ -43,6 +43,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"quarantine_after_terms is {self.quarantine_after_terms}, it must be at least 1"
             )
+        check_port(self.bind)
         self._check_access()
 
     def _check_access(self) -> None:
@@ -78,6 +79,7 @@ class Listener:
             (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS),
             (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
             (zmq.LINGER, LINGER_MS),
+            (zmq.IPV6, is_ipv6(config.bind)),
         ):
             self.socket.setsockopt(option, value)
         if self.access is not None:

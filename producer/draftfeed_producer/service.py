@@ -26,7 +26,6 @@ from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.target import Target, end_tokens, load_target
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
-from draftfeed_proto.errors import KeyFileError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import MAX_SAMPLE_BYTES
 from draftfeed_proto.sample import LayerCounters, Sample, decoded_bytes, longest_rows
@@ -116,16 +115,17 @@ class ProducerService:
         threading.Thread(target=self._stop, name="stop", daemon=True).start()
 
     def reload(self) -> None:
-        """Read again what may change while it runs: the keys of the clients. What cannot be used
-        is logged, and what was known before stays."""
+        """Read again what may change while it runs: the keys of the clients."""
         access = self._listener.access if self._listener else None
         if access is None:
             logger.info("nothing to reload: there are no keys")
             return
-        try:
-            logger.info("%d clients are known", access.reload())
-        except KeyFileError as error:
-            logger.error("the clients' keys stay as they were: %s", error)
+        clients, faults = access.reload()
+        for fault in faults:
+            logger.error("%s; what was known of it stays", fault)
+        logger.log(logging.INFO if clients else logging.WARNING, "%d clients are known", clients)
+        if self._server is not None:
+            self._server.shut_out()
 
     def _stop(self) -> None:
         self._stopped.set()
