@@ -35,6 +35,11 @@ class Identity(NamedTuple):
     """None: not known yet."""
 
 
+def in_utf8(text: str) -> str:
+    """Names of files may have bytes that are no text."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class Snapshots(Collector):
     """One scrape is one snapshot: its figures belong together."""
 
@@ -74,7 +79,9 @@ def _info(service: str, identity: Identity) -> Metric:
             "final": stream.final,
         }
     return InfoMetricFamily(
-        f"draftfeed_{service}", "What runs here, and the stream that it serves or gets.", value
+        f"draftfeed_{service}",
+        "What runs here, and the stream that it serves or gets.",
+        {name: in_utf8(text) for name, text in value.items()},
     )
 
 
@@ -103,7 +110,8 @@ class Row(Generic[S]):
             family.add_metric([], float(found))
             return family
         for key, one in found.items():
-            family.add_metric([key] if isinstance(key, str) else key, float(one))
+            labels = [key] if isinstance(key, str) else key
+            family.add_metric(list(map(in_utf8, labels)), float(one))
         return family
 
 
@@ -279,7 +287,7 @@ _KEPT: tuple[Row[ProducerSnapshot], ...] = (
     _gauge(
         "spool_paused",
         "1 when no prompts are admitted for want of space.",
-        lambda now: bool(now.alarm) and not now.quality_closed,
+        lambda now: now.spool_paused,
     ),
 )
 _RIGHT: tuple[Row[ProducerSnapshot], ...] = (

@@ -174,13 +174,12 @@ def _producers(services: Sequence[Service], width: int, now: float) -> Iterator[
 def _producer(
     one: Service, document: Document, state: ProducerSnapshot, width: int, now: float
 ) -> Iterator[Text]:
-    made = state.committed + state.leased + state.spooled + state.rejected
     yield _row(
         width,
         _style(one),
         one.name,
         _state(one, document.state),
-        f"{made:,}/{state.prompts:,}",
+        f"{state.made:,}/{state.prompts:,}",
         f"{_recent(document.rates.tokens):,.0f}",
         _bytes(_recent(document.rates.wire_bytes)),
         _share(state.spool_bytes, state.spool_quota_bytes),

@@ -5,9 +5,10 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,12 @@ def test_names_from_the_network_cannot_move_the_cursor_or_style_the_text() -> No
         on_screen([url], act)
 
 
+COUNTERS = (
+    b'"time_seconds": 1, "samples": 1, "tokens": 1, "response_tokens": 1, "logical_bytes": 1, '
+    b'"wire_bytes": 1'
+)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -168,6 +175,10 @@ def test_names_from_the_network_cannot_move_the_cursor_or_style_the_text() -> No
         b'{"rates": {"wire_bytes": [-1]}}',
         b'{"forecast": {"seconds": 1e300}}',
         b'{"log": [{"time_seconds": 1e300}]}',
+        b'{"producer": {%s, "spool_bytes": %s}}' % (COUNTERS, b"9" * 400),
+        b'{"producer": {%s, "leased": -1}}' % COUNTERS,
+        b'{"producer": {%s, "stall_seconds": {"x": 1e300}}}' % COUNTERS,
+        b'{"stalls": {"x": 1e300}}',
         b"[" * 100_000,
         b" " * (5 << 20),
     ],
@@ -179,6 +190,29 @@ def test_service_that_says_nonsense_is_shown_as_such(body: bytes) -> None:
     assert found.gone_since is not None
     assert "is no status of a service" in found.why or "more than" in found.why
     assert url[7:] in "\n".join(line.plain for line in picture([found], 80, time.time()))
+
+
+def test_service_that_sends_a_byte_at_a_time_is_gone() -> None:
+    """Each byte came in time, so that it was shown with its last picture for hours."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            client, _ = server.accept()
+            with client, suppress(OSError):
+                client.sendall(b"HTTP/1.1 200 OK\r\n")
+                while not over.wait(0.1):
+                    client.sendall(b"X")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        began = time.monotonic()
+        found = top_watch.asked(Service(f"http://127.0.0.1:{server.getsockname()[1]}"))
+        took = time.monotonic() - began
+        over.set()
+        dripping.join()
+    assert found.why == "no answer within 2 s"
+    assert took < top_watch.ASK_SECONDS + 1
 
 
 def test_service_that_says_a_lot_is_cut() -> None:
@@ -210,6 +244,24 @@ def test_services_of_this_machine_are_found() -> None:
         assert mine.document is not None
         assert mine.document.producer is not None
         assert mine.document.producer.prompts == 8765
+
+
+def test_service_of_this_machine_that_hangs_is_found_as_such() -> None:
+    """It was left out, just when one looks for it; and each held up the search for two seconds."""
+    with ExitStack() as stack:
+        silent: list[str] = []
+        for port in range(top_watch.FIRST_PORT, top_watch.FIRST_PORT + top_watch.PORTS):
+            with suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                silent.append(f"http://127.0.0.1:{port}")
+            if len(silent) == 6:
+                break
+        other = stack.enter_context(served(b"<html>"))
+        watch = stack.enter_context(Watch())
+        watch.wait()
+        found = {one.url: one for one in watch.services()}
+        assert {found[url].why for url in silent} == {"no answer within 2 s"}
+        assert other not in found
 
 
 def test_no_service_is_said_and_waited_for() -> None:

@@ -2,6 +2,8 @@
 
 import re
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,10 +16,21 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftfeed_deploy.errors import StatusBindError
-from draftfeed_deploy.status import MAX_REQUESTS, Pages, Probe, Status, StatusConfig, loop_probe
+from draftfeed_deploy.status import (
+    MAX_REQUESTS,
+    PATIENCE_SECONDS,
+    REQUEST_SECONDS,
+    Pages,
+    Probe,
+    Status,
+    StatusConfig,
+    loop_probe,
+)
 from ports import held_port
 from processes import SAMPLES, Run
 from promtool import needs_prometheus, promtool
+from shown import shown
+from snapshots import produced
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -231,14 +244,55 @@ def test_host_that_is_not_ours_is_one_line() -> None:
 
 
 def test_silent_clients_do_not_use_up_all_there_is() -> None:
-    """More idle connections than it serves: the others are turned away, and it lives on."""
+    """More idle connections than it serves: the slowest are ended, and it lives on."""
     with Status(StatusConfig(bind="127.0.0.1:0")) as status, ExitStack() as stack:
         status.show(pages())
         assert status.url is not None
         port = int(status.url.rpartition(":")[2])
         for _ in range(3 * MAX_REQUESTS):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        eventually(lambda: answers(status.url), "an answer when they have timed out", 30)
+        eventually(lambda: answers(status.url), "an answer", 30)
+
+
+def test_clients_that_send_a_byte_at_a_time_hold_nobody_up() -> None:
+    """Each byte came in time, so that sixteen of them shut everybody else out for ever: a healthy
+    service seemed dead to whoever restarts it."""
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status, ExitStack() as stack:
+        status.show(pages())
+        assert status.url is not None
+        port, over, ended = int(status.url.rpartition(":")[2]), threading.Event(), []
+
+        def drip() -> None:
+            client = socket.create_connection(("127.0.0.1", port))
+            with client:
+                while not over.wait(0.1):
+                    try:
+                        client.sendall(b"G")
+                    except OSError:
+                        ended.append(time.monotonic() - began)
+                        return
+
+        began = time.monotonic()
+        clients = [threading.Thread(target=drip) for _ in range(MAX_REQUESTS)]
+        stack.callback(lambda: [client.join() for client in clients])
+        stack.callback(over.set)
+        for client in clients:
+            client.start()
+        eventually(lambda: answers(status.url), "an answer", PATIENCE_SECONDS + 2)
+        eventually(lambda: len(ended) == len(clients), "they are ended", REQUEST_SECONDS + 4)
+        assert max(ended) < REQUEST_SECONDS + 3
+
+
+def test_who_is_turned_away_is_told_so() -> None:
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status, ExitStack() as stack:
+        status.show(pages())
+        assert status.url is not None
+        port = int(status.url.rpartition(":")[2])
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            for _ in range(MAX_REQUESTS + 1)
+        ]
+        assert clients[-1].recv(100).startswith(b"HTTP/1.0 503 ")
 
 
 def answers(url: str | None) -> bool:
@@ -256,6 +310,7 @@ def answers(url: str | None) -> bool:
         b"POST /metrics HTTP/1.1\r\n\r\n",
         b"GET / HTTP/9\r\n\r\n",
     ],
+    ids=["zeros", "a long line", "no GET", "no version"],
 )
 def test_nonsense_is_answered_with_an_error(request_bytes: bytes) -> None:
     with Status(StatusConfig(bind="127.0.0.1:0")) as status:
@@ -271,7 +326,13 @@ def test_nonsense_is_answered_with_an_error(request_bytes: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("host", "code"),
-    [("127.0.0.1:1", 200), ("localhost", 200), ("[::1]:80", 200), ("evil.example:9640", 421)],
+    [
+        ("127.0.0.1:1", 200),
+        ("localhost", 200),
+        ("[::1]:80", 200),
+        ("evil.example:9640", 421),
+        ("[", 400),
+    ],
 )
 def test_a_page_from_elsewhere_cannot_ask_under_a_name_of_its_own(host: str, code: int) -> None:
     """DNS rebinding: a name that leads to loopback, in the browser of an operator."""
@@ -280,6 +341,37 @@ def test_a_page_from_elsewhere_cannot_ask_under_a_name_of_its_own(host: str, cod
         assert status.url is not None
         request = urllib.request.Request(f"{status.url}/status.json", headers={"Host": host})
         assert get(request)[0] == code
+
+
+def test_page_that_cannot_be_made_is_an_error_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The connection was closed instead, as if the service were down, and no log had the reason."""
+
+    def broken() -> Probe:
+        raise RuntimeError("a fault of ours")
+
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status:
+        status.show(pages(healthy=broken))
+        for _ in range(2):
+            assert get(f"{status.url}/healthz")[0] == 500
+        assert get(f"{status.url}/readyz")[0] == 200
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "'/healthz' cannot be shown"
+    ]
+
+
+def test_names_that_are_no_text_are_metrics_all_the_same() -> None:
+    with shown(lambda: produced(1.0, sent_bytes={"\udcff": 7})) as url:
+        assert 'sent_bytes_total{member="\\\\udcff"} 7.0' in get(f"{url}/metrics")[1]
+
+
+def test_spool_that_is_full_is_told_of_a_closed_gate_too() -> None:
+    both = produced(1.0, alarm="closed; full", spool_paused=True, quality_closed=True)
+    with shown(lambda: both) as url:
+        found = scrape(int(url.rpartition(":")[2]))
+    assert value(found, "draftfeed_producer_spool_paused") == 1
+    assert value(found, "draftfeed_producer_quality_gate_closed") == 1
 
 
 def test_many_scrapes_at_once_are_all_whole() -> None:
