@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _producer(arguments: argparse.Namespace, console: Console) -> int:
+    if not arguments.check:
+        _ignore_hangups()
     from draftfeed_deploy import config
     from draftfeed_deploy.producer import run_producer
     from draftfeed_deploy.producer_file import ProducerFile
@@ -125,6 +128,11 @@ def _producer(arguments: argparse.Namespace, console: Console) -> int:
         return _check_producer(loaded, str(arguments.config), console)
     done = run_producer(loaded, arguments.run_dir, console)
     return exits.DONE if done else exits.INTERRUPTED
+
+
+def _ignore_hangups() -> None:
+    """Until the service knows what to do at a SIGHUP, which may be sent to all of them at once."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _check_producer(config: "ProducerConfig", where: str, console: Console) -> int:
@@ -143,6 +151,7 @@ def _check_producer(config: "ProducerConfig", where: str, console: Console) -> i
 
 
 def _consumer(arguments: argparse.Namespace, console: Console) -> int:
+    _ignore_hangups()
     from draftfeed_deploy import packages
 
     packages.require_for_consumer()

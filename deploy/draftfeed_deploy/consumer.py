@@ -25,7 +25,14 @@ from draftfeed_deploy.conditions import ConsumerLook
 from draftfeed_deploy.consumer_file import ConsumerFile
 from draftfeed_deploy.drain import Claim, claimed
 from draftfeed_deploy.errors import CommitUnknown, ConfigError
-from draftfeed_deploy.foreground import GentleStop, interrupt, on_signal, open_log, watched
+from draftfeed_deploy.foreground import (
+    GentleStop,
+    interrupt,
+    on_hangup,
+    on_signal,
+    open_log,
+    watched,
+)
 from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.notify import Condition, Silent, announced
@@ -39,9 +46,10 @@ from draftfeed_proto.sample import Sample
 logger = logging.getLogger(__name__)
 
 STOPPED_BEFORE = "stopped before any producer had granted the stream: nothing was trained"
-FETCHING = "asking producers for the target's files"
 COMMIT_SECONDS = 30.0
 """How long to wait at the end for the producers to confirm the last checkpoint."""
+FAREWELL_SECONDS = 15.0
+"""For the rest of an end: threads, sockets, what is in their queues."""
 
 
 def run_consumer(
@@ -62,6 +70,7 @@ def run_consumer(
     _check(attach, config)
     with ExitStack() as stack:
         stack.enter_context(on_signal(interrupt))
+        stack.enter_context(on_hangup(lambda: logger.info("a consumer has nothing to reload")))
         ranks = Ranks.from_environment()
         if ranks is not None:  # panels would overwrite each other, and lines get mixed up
             run_dir = run_dir and run_dir / f"rank{ranks.rank}"
@@ -74,7 +83,8 @@ def run_consumer(
         status = stack.enter_context(Status(config.status, ranks.rank if ranks else 0))
         streams: list[HiddenStateStream] = []
         look = Look(streams)
-        announcer = stack.enter_context(announced(look)) if leads else Silent()
+        end_seconds = config.trainer.drain_seconds + COMMIT_SECONDS + FAREWELL_SECONDS
+        announcer = stack.enter_context(announced(look, end_seconds)) if leads else Silent()
 
         def drain() -> None:
             announcer.stopping = True
@@ -83,7 +93,6 @@ def run_consumer(
 
         # Before anything can be said of us that makes somebody end us.
         with GentleStop(drain, config.trainer.drain_seconds) as stop, on_signal(stop.begin):
-            status.show(look.pages())
             try:
                 wanted, run = _with_target(config, run, attach, look.fetching(stop))
             except StreamClosed:
@@ -125,36 +134,10 @@ class Look:
 
         return stopped
 
-    def pages(self) -> Pages:
-        """Until there is a stream."""
-
-        def identity() -> Identity:
-            return Identity(importlib.metadata.version("draftfeed"))
-
-        def snapshot() -> ConsumerSnapshot:
-            return ConsumerSnapshot(
-                time_seconds=round(time.monotonic(), 3),
-                loop_age_seconds=round(self._turn_seconds, 3),
-                samples=0,
-                tokens=0,
-                logical_bytes=0,
-                wire_bytes=0,
-            )
-
-        return Pages(
-            registry(snapshot, identity),
-            lambda: loop_probe("client", self._turn_seconds),
-            lambda: Probe(False, FETCHING),
-            identity,
-        )
-
-    @property
-    def _turn_seconds(self) -> float:
-        return time.monotonic() - self._turned_at
-
     def __call__(self) -> Condition:
         if not self._streams:
-            return Condition("running", FETCHING, self._turn_seconds)
+            turn_seconds = time.monotonic() - self._turned_at
+            return Condition("running", "asking producers for the target's files", turn_seconds)
         stream = self._streams[0]
         turn_seconds = stream.statistics().client.turn_seconds
         return self._of_stream(consumer_snapshot(stream), turn_seconds)

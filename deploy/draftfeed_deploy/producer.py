@@ -26,6 +26,9 @@ from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 
+END_SECONDS = 600.0
+"""A forward pass over the longest prompts, the engine's processes, and a slow disk."""
+
 
 class Generated:
     """Sees every sample before it is encoded; writes a line about each when there is a log."""
@@ -77,7 +80,7 @@ def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -
             return producer_snapshot(statistics, generated, seconds, service.descriptor)
 
         look = ProducerLook(snapshot, lambda: _turn_seconds(service))
-        announcer = stack.enter_context(announced(look))
+        announcer = stack.enter_context(announced(look, END_SECONDS))
 
         def stop() -> None:
             announcer.stopping = True
@@ -161,8 +164,7 @@ def producer_snapshot(
         spool_bytes=spool.bytes if spool else 0,
         spool_quota_bytes=spool.quota_bytes if spool else 0,
         spool_capacity_bytes=spool.capacity_bytes if spool else 0,
-        spool_paused=bool(spool and spool.alarm),
-        alarm="; ".join(filter(None, (statistics.closed_because, spool.alarm if spool else ""))),
+        alarm=statistics.closed_because or (spool.alarm if spool else ""),
         term=server.term if server else 0,
         members=list(server.members) if server else [],
         leased=server.leased if server else 0,

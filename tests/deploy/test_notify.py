@@ -5,8 +5,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 from msgspec import structs
@@ -14,11 +16,12 @@ from msgspec import structs
 from draftfeed_deploy import notify
 from draftfeed_deploy.conditions import ConsumerLook, ProducerLook
 from draftfeed_deploy.errors import RunFailed
-from draftfeed_deploy.notify import Condition, Silent, announced
+from draftfeed_deploy.notify import Condition, Silent
 from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot
 from processes import Run
 
 pytestmark = pytest.mark.timeout(60)
+Announced: TypeAlias = AbstractContextManager[notify.Announcer | Silent]
 
 
 class Manager:
@@ -57,6 +60,10 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager
     monkeypatch.setattr(notify, "LOOK_SECONDS", 0.01)
     yield manager
     manager.close()
+
+
+def announced(look: Callable[[], Condition], end_seconds: float = 60.0) -> Announced:
+    return notify.announced(look, end_seconds)
 
 
 class Service:
@@ -145,12 +152,19 @@ def test_stop_that_is_over_at_once_is_said_all_the_same(manager: Manager) -> Non
     assert "STOPPING=1" in manager.rest()
 
 
-def test_extensions_end(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a start that hangs would never be given up."""
-    monkeypatch.setattr(notify, "MAX_EXTENDED_SECONDS", 0.05)
+@pytest.mark.parametrize("stage", ["starting", "ending"])
+def test_extensions_end(manager: Manager, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Or what hangs would never be given up: a start, or a drain whose checkpoint goes to a file
+    system that does not answer."""
+    monkeypatch.setattr(notify, "MAX_START_SECONDS", 0.05)
     monkeypatch.setattr(notify, "EXTEND_SECONDS", 0.03)
     service = Service()
-    with announced(service):
+    if stage == "ending":
+        service.now(stage="running")
+    with announced(service, end_seconds=0.05) as announcer:
+        if stage == "ending":
+            manager.wait_for("READY=1")
+            announcer.stopping = True
         manager.wait_for("EXTEND_TIMEOUT_USEC=")
         for turn in range(20):  # well beyond the limit
             service.now(words=f"turn {turn}")
@@ -160,6 +174,21 @@ def test_extensions_end(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> No
             service.now(words=f"later {turn}")
             manager.wait_for(f"STATUS=later {turn}")
     assert not [text for text in manager.rest() if text.startswith("EXTEND")]
+
+
+def test_end_is_extended_for_as_long_as_a_drain_may_take(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beyond what a start may take."""
+    monkeypatch.setattr(notify, "MAX_START_SECONDS", 0.0)
+    monkeypatch.setattr(notify, "EXTEND_SECONDS", 0.03)
+    service = Service()
+    service.now(stage="running")
+    with announced(service, end_seconds=60.0) as announcer:
+        manager.wait_for("READY=1")
+        announcer.stopping = True
+        for _ in range(5):
+            manager.wait_for("EXTEND_TIMEOUT_USEC=")
 
 
 def test_reload_is_bracketed_also_when_it_fails(manager: Manager) -> None:
@@ -226,7 +255,7 @@ def test_words_of_a_producer_have_rate_lag_and_state() -> None:
     assert look().stage == "starting"  # an engine may only now begin to load
     assert look() == Condition(
         "running",
-        "generating; 0.0 MB/s to members, 1 attached; 3 of 9 prompts, 0 tokens/s; "
+        "generating; 0.0 MB/s to members, 1 attached; 5 of 9 prompts, 0 tokens/s; "
         "3 samples not committed, the oldest for 7 s; PAUSED: the disk is full",
         0.5,
     )
@@ -269,6 +298,8 @@ def test_services_say_it_all_from_start_to_end(tmp_path: Path) -> None:
         managers["consumer"].wait_for("READY=1")
         managers["consumer"].wait_for("WATCHDOG=1")
         run.wait_for_lines("consumer/steps.jsonl", 5)
+        consumer.send_signal(signal.SIGHUP)  # as one may send it to all services
+        run.wait_for(consumer, "a consumer has nothing to reload")
         consumer.terminate()
         managers["consumer"].wait_for("STOPPING=1")
         run.succeeds(consumer)
