@@ -46,6 +46,7 @@ from draftfeed_proto.sample import Sample
 logger = logging.getLogger(__name__)
 
 STOPPED_BEFORE = "stopped before any producer had granted the stream: nothing was trained"
+FETCHING = "asking producers for the target's files"
 COMMIT_SECONDS = 30.0
 """How long to wait at the end for the producers to confirm the last checkpoint."""
 FAREWELL_SECONDS = 15.0
@@ -93,6 +94,7 @@ def run_consumer(
 
         # Before anything can be said of us that makes somebody end us.
         with GentleStop(drain, config.trainer.drain_seconds) as stop, on_signal(stop.begin):
+            status.show(look.pages())
             try:
                 wanted, run = _with_target(config, run, attach, look.fetching(stop))
             except StreamClosed:
@@ -134,10 +136,36 @@ class Look:
 
         return stopped
 
+    def pages(self) -> Pages:
+        """Until there is a stream."""
+
+        def identity() -> Identity:
+            return Identity(importlib.metadata.version("draftfeed"))
+
+        def snapshot() -> ConsumerSnapshot:
+            return ConsumerSnapshot(
+                time_seconds=round(time.monotonic(), 3),
+                loop_age_seconds=round(self._turn_seconds, 3),
+                samples=0,
+                tokens=0,
+                logical_bytes=0,
+                wire_bytes=0,
+            )
+
+        return Pages(
+            registry(snapshot, identity),
+            lambda: loop_probe("client", self._turn_seconds),
+            lambda: Probe(False, FETCHING),
+            identity,
+        )
+
+    @property
+    def _turn_seconds(self) -> float:
+        return time.monotonic() - self._turned_at
+
     def __call__(self) -> Condition:
         if not self._streams:
-            turn_seconds = time.monotonic() - self._turned_at
-            return Condition("running", "asking producers for the target's files", turn_seconds)
+            return Condition("running", FETCHING, self._turn_seconds)
         stream = self._streams[0]
         turn_seconds = stream.statistics().client.turn_seconds
         return self._of_stream(consumer_snapshot(stream), turn_seconds)

@@ -255,7 +255,7 @@ def test_words_of_a_producer_have_rate_lag_and_state() -> None:
     assert look().stage == "starting"  # an engine may only now begin to load
     assert look() == Condition(
         "running",
-        "generating; 0.0 MB/s to members, 1 attached; 5 of 9 prompts, 0 tokens/s; "
+        "generating; 0.0 MB/s to members, 1 attached; 3 of 9 prompts, 0 tokens/s; "
         "3 samples not committed, the oldest for 7 s; PAUSED: the disk is full",
         0.5,
     )
