@@ -69,7 +69,8 @@ class Preparation:
         to_come = options.sampling.max_new_tokens if options.mode == "live" else 0
         limit = prompt_limit(options.prompts, target.max_positions, to_come)
         tokenizer, vocab_size = target.tokenizer, int(target.text_config.vocab_size)
-        self._reader = LineReader(tokenizer, SWITCH[options.thinking], options.mode, vocab_size)
+        thinking = SWITCH[options.thinking]
+        self._reader = LineReader(tokenizer, thinking, options.mode, vocab_size, limit)
         self._responses = ResponseReader(tokenizer)
         self._gate = QualityGate(options.quality)
         self._seen: dict[bytes, int] = {}
