@@ -157,10 +157,11 @@ def _consumer(arguments: argparse.Namespace, console: Console) -> int:
     packages.require_for_consumer()
     config = _consumer_config(arguments)
     if arguments.ranks > 1:
-        from draftfeed_deploy.rank_group import is_rank, run_ranks
+        from draftfeed_deploy.rank_group import end_with_parent, is_rank, run_ranks
 
         if not is_rank():
             return run_ranks(arguments.ranks)
+        end_with_parent()
     from draftfeed_consumer.actions import Attach
     from draftfeed_deploy.consumer import run_consumer
 

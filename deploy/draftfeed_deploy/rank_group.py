@@ -5,6 +5,7 @@ has replaced. A service manager has to tell these apart, so here the first fault
 its exit code is ours; whoever starts services starts this one again.
 """
 
+import ctypes
 import logging
 import os
 import secrets
@@ -25,12 +26,19 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 30
 """For the others to end, when one has."""
+PR_SET_PDEATHSIG = 1
 AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 
 def is_rank() -> bool:
     """Whether this process was started by torchrun, or by us."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_with_parent() -> None:
+    """For a rank: SIGTERM when whoever started it is gone. Its session is its own, so nothing else
+    would tell it, and it would train on beside its successors."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_ranks(count: int) -> int:

@@ -4,6 +4,7 @@
 Read-only, without secrets. It listens on loopback unless it is told otherwise.
 """
 
+import errno
 import importlib.metadata
 import ipaddress
 import logging
@@ -176,8 +177,11 @@ def _bind(host: str, port: int) -> "_Server":
     try:
         return _Server(host, port)
     except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise StatusBindError(f"{_bracketed(host)}:{port}", reason or str(error)) from None
+        number, reason = 0, str(error)
+        if isinstance(error, OSError):
+            number, reason = error.errno or 0, error.strerror or reason
+        absent = number == errno.EADDRNOTAVAIL
+        raise StatusBindError(f"{_bracketed(host)}:{port}", reason, absent=absent) from None
 
 
 def _address(text: str) -> tuple[str, int]:

@@ -1,5 +1,6 @@
 """The socket that consumers connect to, and its configuration."""
 
+import errno
 from pathlib import Path
 
 import msgspec
@@ -88,7 +89,8 @@ class Listener:
             self.socket.bind(config.bind)
         except zmq.ZMQError as error:
             self.close()
-            raise BindError(config.bind, str(error).lower()) from error
+            absent = error.errno == errno.EADDRNOTAVAIL
+            raise BindError(config.bind, str(error).lower(), absent=absent) from error
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:

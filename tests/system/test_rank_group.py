@@ -65,6 +65,17 @@ def test_ranks_that_were_replaced_end_with_three(start: Start) -> None:
     assert other.poll() is None
 
 
+def test_ranks_do_not_outlive_their_parent(start: Start) -> None:
+    """They would train on, with the stream, beside those of the next start."""
+    run = start(2000, rate=480)
+    process = run.ranks(2, *SMALL, run_dir="ranks")
+    ranks = ranks_of(process)
+    run.wait_for_lines("ranks/rank0/steps.jsonl", 1)
+    process.kill()
+    psutil.wait_procs(ranks, timeout=60)
+    assert not any(rank.is_running() for rank in ranks)
+
+
 def test_wrong_configuration_ends_with_two(start: Start) -> None:
     run = start(1)
     words = ("--set", "trainer.function=ddp_faults:nothing_of_that_name")
