@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -268,6 +269,7 @@ def _pages(stream: HiddenStateStream) -> Pages:
 def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
     statistics = stream.statistics()
     client, buffer = statistics.client, statistics.buffer
+    loss = statistics.metrics.get("loss")
     return ConsumerSnapshot(
         time_seconds=round(time.monotonic(), 3),
         attached=client.attached,
@@ -291,7 +293,8 @@ def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
         uncommitted=statistics.uncommitted,
         rejected=statistics.rejected,
         step=statistics.step,
-        loss=statistics.metrics.get("loss"),
+        loss=loss,
+        loss_lost=loss is not None and not math.isfinite(loss),
         stall_seconds={
             "buffer_empty": round(buffer.empty_seconds, 3),
             "link_down": round(client.link_down_seconds, 3),

@@ -255,7 +255,7 @@ _SENT: tuple[Row[ProducerSnapshot], ...] = (
     ),
     _gauge("members", "Ranks that have a session.", lambda now: len(now.members)),
     _gauge("term", "Rises when another consumer takes the stream.", lambda now: now.term),
-    _counter("swaps", "Consumers that took the stream from another.", lambda now: now.swaps),
+    _counter("swaps", "Consumers that took it from one that was attached.", lambda now: now.swaps),
     _counter("commits", "Durable checkpoints of the trainer.", lambda now: now.commits),
     _gauge(
         "commit_age_seconds",
@@ -370,8 +370,8 @@ _TRAINED: tuple[Row[ConsumerSnapshot], ...] = (
     ),
     _counter(
         "stall_seconds",
-        "Time in which the trainer waited for a sample (cause buffer_empty), or a producer was "
-        "not attached that had been (link_down).",
+        "Time in which the trainer waited for a sample, with nothing in the buffer or less than "
+        "the shuffle window (cause buffer_empty), or a producer was away (link_down).",
         lambda now: now.stall_seconds,
         "cause",
     ),

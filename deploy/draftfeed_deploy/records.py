@@ -77,7 +77,7 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Since the last commit, or since the start."""
     commits: Count = 0
     swaps: Count = 0
-    """Consumers that were granted the stream, but for the first."""
+    """Consumers that took the stream from one that was attached, with --takeover."""
     sent_bytes: dict[str, Count] = {}
     """By member."""
     sent_logical_bytes: dict[str, Count] = {}
@@ -138,6 +138,9 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     rejected: Count = 0
     step: Count = 0
     loss: Loss | None = None
+    """None, too, in JSON, when it is no number."""
+    loss_lost: bool = False
+    """It is no number any more."""
     stall_seconds: dict[str, Seconds] = {}
 
 

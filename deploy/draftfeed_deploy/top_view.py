@@ -18,6 +18,7 @@ from draftfeed_deploy.status import STALE_SECONDS
 from draftfeed_deploy.top_watch import Service, totals
 
 LEAST_WIDTH = 60
+"""On a narrower terminal the right end is out of sight: wrapped, nothing could be read."""
 GRAPH_ROWS = 3
 HEADS = 20
 """Columns beside a graph."""
@@ -39,7 +40,7 @@ CELLS = (16, 9, 10, 7, 7)
 
 
 def picture(services: Sequence[Service], width: int, now: float) -> list[Text]:
-    """now: Unix time. No line is wider than `width` cells."""
+    """now: Unix time. No line is wider than `width` cells, or LEAST_WIDTH if that is more."""
     width = max(width, LEAST_WIDTH)
     return [line for part in _parts(services, width, now) for line in part]
 
@@ -227,11 +228,18 @@ def _consumer(
         yield from _gone(one, width, now)
         return
     yield from _unwell(document, width)
-    loss = "" if state.loss is None else f", loss {state.loss:.3f}"
     away = [f"{name} {link}" for name, link in state.producers.items() if link not in LINKED]
     links = f"; {', '.join(away)}" if away else ""
-    words = f"  term {state.term}, step {state.step:,}{loss}, {state.uncommitted:,} uncommitted"
-    yield Text(_fit(words + links, width), WARNING if away else DIM)
+    words = f"  term {state.term}, step {state.step:,}{_loss(state)}, "
+    words += f"{state.uncommitted:,} uncommitted"
+    style = BAD if state.loss_lost else WARNING if away else DIM
+    yield Text(_fit(words + links, width), style)
+
+
+def _loss(state: ConsumerSnapshot) -> str:
+    if state.loss_lost:
+        return ", loss is no number"
+    return "" if state.loss is None else f", loss {state.loss:.3f}"
 
 
 def _attached(state: ConsumerSnapshot) -> str:

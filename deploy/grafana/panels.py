@@ -223,7 +223,8 @@ WAITS = Row(
         ),
         Panel(
             "Trainers wait",
-            "Share of time. buffer_empty: no sample was there. link_down: a producer was away.",
+            "Share of time. buffer_empty: no sample was there, or too few to shuffle. link_down: a "
+            "producer was away.",
             (
                 Query(
                     "rate(draftfeed_consumer_stall_seconds_total@[$__rate_interval])",

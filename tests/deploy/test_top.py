@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -145,6 +146,24 @@ def test_screen_of_any_size(size: tuple[int, int]) -> None:
             )
 
         on_screen([url], act, size)
+
+
+def test_narrow_terminal_shows_the_left_of_each_line() -> None:
+    """Wrapped, each line took two rows, and graphs were torn apart."""
+    with shown(made) as url:
+
+        async def act(screen: Screen) -> None:
+            await screen.until(lambda: "7/200" in screen.text, "the producer")
+            rows = len(screen.text.splitlines())
+            await screen.until(lambda: screen.top.picture.size.height == rows, f"{rows} rows")
+
+        on_screen([url], act, (40, 10))
+
+
+def test_loss_that_is_no_number_is_told() -> None:
+    """It was left out, as if the trainer said none."""
+    lines = lines_of(document(service="consumer", consumer=trained(loss_lost=True)))
+    assert any(line.startswith("  term 3, step 41, loss is no number, ") for line in lines)
 
 
 def test_names_from_the_network_cannot_move_the_cursor_or_style_the_text() -> None:
@@ -382,6 +401,20 @@ def test_once_prints_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.startswith("draftfeed top   1 producer")
     assert "7/200" in printed
     assert "something" in printed
+
+
+def test_log_that_knows_ascii_alone_gets_question_marks() -> None:
+    """As cron's does: it was a traceback."""
+    with shown(made) as url:
+        done = subprocess.run(
+            [sys.executable, "-m", "draftfeed_deploy.cli", "top", "--once", url],
+            env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "7/200" in done.stdout
 
 
 def test_what_cannot_be_asked_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,6 +100,13 @@ def test_names_from_the_network_are_text(tmp_path: Path) -> None:
     assert "<title>draftfeed consumer</title>" in seen.dom
 
 
+def test_loss_that_is_no_number_is_an_alarm(tmp_path: Path) -> None:
+    with shown(lambda: consumed(1.0, loss=float("nan"), loss_lost=True)) as url:
+        seen = look(url, tmp_path)
+    assert seen.text("alarm") == "The trainer's loss is no number any more."
+    assert "<small>loss is no number</small>" in seen.dom
+
+
 def test_service_that_starts_and_one_that_has_ended_are_told_apart(tmp_path: Path) -> None:
     with Status(StatusConfig(bind="127.0.0.1:0")) as status:
         assert status.url is not None
