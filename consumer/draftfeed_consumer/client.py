@@ -206,7 +206,7 @@ class Client:
         return self._counts._replace(
             attached=bool(must) and self.granted.is_set() and all(p.attached for p in must),
             link_down_seconds=self._link_down_seconds,
-            turn_seconds=0.0 if self._over else time.monotonic() - self._turned_at,
+            turn_seconds=0.0 if self._over else max(0.0, time.monotonic() - self._turned_at),
             producers=producers,
         )
 

@@ -11,7 +11,6 @@ import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
-Loss = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 """Bounds are for readers: what is shown must be a figure that can be shown."""
 
 
@@ -137,7 +136,7 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Trained, and in no durable checkpoint."""
     rejected: Count = 0
     step: Count = 0
-    loss: Loss | None = None
+    loss: float | None = None
     """None, too, in JSON, when it is no number."""
     loss_lost: bool = False
     """It is no number any more."""

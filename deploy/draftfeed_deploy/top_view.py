@@ -239,7 +239,9 @@ def _consumer(
 def _loss(state: ConsumerSnapshot) -> str:
     if state.loss_lost:
         return ", loss is no number"
-    return "" if state.loss is None else f", loss {state.loss:.3f}"
+    if state.loss is None:
+        return ""
+    return f", loss {state.loss:.3f}" if abs(state.loss) < 1e6 else f", loss {state.loss:.2e}"
 
 
 def _attached(state: ConsumerSnapshot) -> str:

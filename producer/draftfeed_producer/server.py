@@ -202,7 +202,7 @@ class Server:
             self._wire_bytes,
             sum(map(len, list(self._backlogs.values()))),
             self._asset_bytes,
-            time.monotonic() - self._turned_at,
+            max(0.0, time.monotonic() - self._turned_at),  # it may be set in between
             self._figures_now,
         )
 

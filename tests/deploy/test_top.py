@@ -17,7 +17,7 @@ import pytest
 from rich.cells import cell_len
 
 from draftfeed_deploy import top_watch
-from draftfeed_deploy.board import Document, LogLine, Outcome, Rates
+from draftfeed_deploy.board import Document, LogLine, Outcome, Rates, decoded, encoded
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.drift import Drift
 from draftfeed_deploy.errors import StatusBindError
@@ -164,6 +164,14 @@ def test_loss_that_is_no_number_is_told() -> None:
     """It was left out, as if the trainer said none."""
     lines = lines_of(document(service="consumer", consumer=trained(loss_lost=True)))
     assert any(line.startswith("  term 3, step 41, loss is no number, ") for line in lines)
+
+
+def test_loss_of_any_size_is_shown() -> None:
+    """What it said of itself was refused as no status, just when training diverged."""
+    said = encoded(document(service="consumer", consumer=trained(loss=1e300)))
+    assert any(
+        line.startswith("  term 3, step 41, loss 1.00e+300, ") for line in lines_of(decoded(said))
+    )
 
 
 def test_names_from_the_network_cannot_move_the_cursor_or_style_the_text() -> None:
