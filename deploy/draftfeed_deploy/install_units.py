@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from importlib.resources import files as package_files
@@ -190,7 +191,7 @@ def install(root: Path, changes: list[Change]) -> None:
             if change.kind in ("keep", "gone"):
                 continue
             path = root / change.path
-            mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+            mode = _mode_of(path)
             if change.kind == "replace":
                 path.rename(_free_name(path))
             if change.kind != "unchanged":
@@ -201,6 +202,14 @@ def install(root: Path, changes: list[Change]) -> None:
     except OSError as error:
         where = Path(error.filename or root)
         raise OutputError(where, error, "run it as root, or choose another --root") from None
+
+
+def _mode_of(path: Path) -> int:
+    """To keep: never one that lets others write. That of a link, to /dev/null of a masked unit, is
+    another file's."""
+    if not os.path.lexists(path) or not stat.S_ISREG(path.lstat().st_mode):
+        return 0o644
+    return path.lstat().st_mode & 0o755
 
 
 def _free_name(path: Path) -> Path:

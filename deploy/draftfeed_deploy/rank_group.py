@@ -12,6 +12,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 30
 """For the others to end, when one has."""
+ABORT_SECONDS = 2.0
 PR_SET_PDEATHSIG = 1
 AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 
@@ -62,8 +64,8 @@ class _Group:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # It says that signals do not reach it in a thread; they reach us.
         logging.getLogger(AGENT_LOG).setLevel(logging.ERROR)
-        kinds = (signal.SIGTERM, signal.SIGINT)
-        before = {kind: signal.signal(kind, self._ask) for kind in kinds}
+        acts = {signal.SIGTERM: self._ask, signal.SIGINT: self._ask, signal.SIGABRT: _abort}
+        before = {kind: signal.signal(kind, act) for kind, act in acts.items()}
         try:
             agent = threading.Thread(target=self._launch, name="ranks", daemon=True)
             agent.start()
@@ -122,6 +124,17 @@ def code_of_ranks(codes: Iterable[int]) -> int:
     without the rest, or one that was told to end because another had failed."""
     found = set(codes)
     return next((code for code in (exits.FENCED, exits.WRONG_INPUT) if code in found), exits.FAILED)
+
+
+def _abort(number: int, frame: FrameType | None) -> None:
+    """The watchdog's: it is the ranks that hang, and say where (PYTHONFAULTHANDLER)."""
+    for pid in _children():
+        os.kill(pid, signal.SIGABRT)
+    until = time.monotonic() + ABORT_SECONDS
+    while _children() and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGABRT)
 
 
 def _children() -> list[int]:

@@ -212,7 +212,7 @@ def lines_of(audit: Audit) -> list[str]:
 
 
 def _table(audit: ProducerAudit) -> list[str]:
-    state = f"running, {len(audit.members)} attached" if audit.running else "not running"
+    state = f"running, {len(audit.members)} attached" if audit.running else "it does not answer"
     group = f", group {audit.group}, term {audit.term}" if audit.group else ""
     rows: list[tuple[str, object]] = [
         ("prompts in the file", f"{audit.prompts:,}  (shards {audit.shards} of {audit.dataset})"),

@@ -23,7 +23,7 @@ KEY_CHARACTERS = 40
 MAX_FILE_BYTES = 1 << 16
 _LINE = r'^\s*{name}-key\s*=\s*"(.*)"\s*$'
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_PORT = re.compile(r"tcp://.*:(\d+)$")
+_PORT = re.compile(r"tcp://.*:([^:\]]*)$")
 MAX_PORT = 65535
 _HOST = re.compile(r"tcp://(?:\[(?P<six>[^\]]*)\]|(?P<name>[^:]*))(?::|$)")
 
@@ -101,10 +101,12 @@ def _key(path: Path, data: bytes, name: str) -> bytes:
 
 
 def check_port(address: str) -> None:
-    """Raises ValueError for a port that there is none of: ZeroMQ would take another one."""
+    """Raises ValueError for what is no port: ZeroMQ would take it for another one."""
     found = _PORT.match(address)
-    if found is not None and int(found[1]) > MAX_PORT:
-        raise ValueError(f"{address}: ports end at {MAX_PORT}")
+    if found is None or found[1] == "*":
+        return
+    if not re.fullmatch(r"[0-9]{1,5}", found[1]) or int(found[1]) > MAX_PORT:
+        raise ValueError(f"{address}: {found[1]!r} is no port; they are 1 to {MAX_PORT}")
 
 
 def is_ipv6(address: str) -> bool:

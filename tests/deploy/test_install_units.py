@@ -80,6 +80,18 @@ def test_what_only_root_may_read_stays_so(tmp_path: Path) -> None:
         assert one.stat().st_mode & 0o777 == 0o600
 
 
+def test_masked_unit_is_kept_and_its_successor_is_nobody_elses_to_write(tmp_path: Path) -> None:
+    """/dev/null, which it is a link to, may be written by everybody."""
+    unit = installed(tmp_path) / FILES["draftfeed-consumer.service"]
+    unit.unlink()
+    unit.symlink_to("/dev/null")
+    installed(tmp_path)
+    assert unit.is_symlink()
+    installed(tmp_path, "--force")
+    assert unit.lstat().st_mode & 0o777 == 0o644
+    assert unit.with_name(f"{unit.name}.before").is_symlink()
+
+
 def test_file_that_was_removed_stays_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

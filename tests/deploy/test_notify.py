@@ -1,8 +1,11 @@
 """What the service manager is told, read from a real NOTIFY_SOCKET."""
 
 import os
+import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ from typing import TypeAlias
 import pytest
 from msgspec import structs
 
+import stuck_child
 from draftfeed_deploy import notify
 from draftfeed_deploy.conditions import ConsumerLook, ProducerLook
 from draftfeed_deploy.errors import RunFailed
@@ -40,6 +44,13 @@ class Manager:
             self.seen.append(text)
             if text.startswith(beginning):
                 return text
+
+    def settle(self, seconds: float) -> None:
+        """Take what comes in that time."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if select.select([self._socket], [], [], left)[0]:
+                self.seen.append(self._socket.recv(4096).decode())
 
     def rest(self) -> list[str]:
         self._socket.settimeout(0)
@@ -311,3 +322,39 @@ def test_services_say_it_all_from_start_to_end(tmp_path: Path) -> None:
         run.kill_all()
         for manager in managers.values():
             manager.close()
+
+
+@pytest.mark.parametrize("name", ["producer", "consumer"])
+def test_watchdog_of_a_service_is_fed_by_the_loop_that_moves_data(
+    tmp_path: Path, name: str
+) -> None:
+    """And not by the thread that feeds it, which goes on when that loop hangs."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    run, manager = Run(directory, rate=400, samples=5000), Manager(tmp_path / "notify")
+    if name == "consumer":
+        run.start("producer")
+    child = subprocess.Popen(
+        [sys.executable, stuck_child.__file__, name, "-c", f"{name}.toml"],
+        cwd=directory,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "NOTIFY_SOCKET": manager.address,
+        },
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        manager.wait_for("READY=1")
+        manager.wait_for("WATCHDOG=1")
+        (directory / stuck_child.STUCK).touch()
+        manager.settle(5 * notify.LOOK_SECONDS)
+        assert child.poll() is None
+        manager.seen.clear()
+        manager.settle(4 * notify.LOOK_SECONDS)
+        assert "WATCHDOG=1" not in manager.seen
+    finally:
+        child.kill()
+        child.wait()
+        run.kill_all()
+        manager.close()
