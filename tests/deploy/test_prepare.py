@@ -395,10 +395,10 @@ def test_responses_that_are_all_the_same_are_an_error(tmp_path: Path, targets: d
 
 def test_a_small_set_of_one_answer_is_an_error(tmp_path: Path, targets: dict[str, Path]):
     """Less than half a window, at which the producer would look first."""
-    rows = [{"messages": [user(f"{n}?"), says("OK.")]} for n in range(60)]
+    rows = [{"messages": [user(f"{n}?"), says("OK.")]} for n in range(40)]
     source = write(tmp_path / "set.jsonl", *rows)
     _, report = run(source, targets["PLAIN"], "--mode", "prefill", code=1)
-    assert "the quality gate closes at the end: 60 of the last 60" in report["errors"][0]
+    assert "the quality gate closes at the end: 40 of 40 responses in a row" in report["errors"][0]
 
 
 def test_the_page_shows_faults_as_text(tmp_path: Path, targets: dict[str, Path]):
