@@ -18,6 +18,7 @@ import pytest
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.doctor_disk import TEST_BYTES, write_test
 from draftfeed_deploy.doctor_network import holder_of
+from draftfeed_deploy.doctor_producer import PLUGIN
 from draftfeed_deploy.keygen import write_pair
 from draftfeed_proto.codecs.packed import VARIABLE
 from ports import held_port
@@ -387,6 +388,32 @@ def test_sglang_with_the_plugin(ask: Callable[..., Doctor], tmp_path: Path, mode
     said = ask("producer", "engine.args.device=cpu", f"engine.python='{python}'").said["sglang"]
     assert said.level == "ok"
     assert said.found.startswith("SGLang 0.5.23 with draftfeed ")
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "says"),
+    [
+        (["9.9.9", "0.1", [PLUGIN]], "warn", "SGLang 9.9.9 with draftfeed 0.1, "),
+        (["0.5.23", "0.1", [PLUGIN]], "ok", "SGLang 0.5.23 with draftfeed 0.1, "),
+        (["0.5.23", "0.1", []], "FAIL", "it does not know our plugin"),
+    ],
+)
+def test_sglang_by_what_its_interpreter_says(
+    ask: Callable[..., Doctor],
+    tmp_path: Path,
+    model: Path,
+    answer: list[object],
+    level: str,
+    says: str,
+) -> None:
+    text = PRODUCER.format(model=model).replace('name = "transformers"', 'name = "sglang"')
+    (tmp_path / "producer.toml").write_text(text)
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    python.chmod(0o755)
+    said = ask("producer", "engine.args.device=cpu", f"engine.python='{python}'").said["sglang"]
+    assert said.level == level
+    assert says in said.found
 
 
 def test_too_few_files_may_be_open(tmp_path: Path) -> None:
