@@ -107,7 +107,7 @@ def run_consumer(
             streams.append(stream)
             if stop.asked:
                 stream.drain()
-            status.show(_pages(stream))
+            status.show(_pages(stream, look))
             stack.enter_context(
                 watched(
                     "consumer",
@@ -118,6 +118,9 @@ def run_consumer(
                 )
             )
             _finish(_train(stream, train, run, stop), claim)
+            if not stop.asked:
+                look.done = True
+                status.finished()
 
 
 class Look:
@@ -127,6 +130,8 @@ class Look:
     def __init__(self, streams: list[HiddenStateStream]) -> None:
         self._streams, self._of_stream = streams, ConsumerLook()
         self._turned_at = time.monotonic()
+        self.done = False
+        """All is trained and committed."""
 
     def fetching(self, stop: GentleStop) -> Stopped:
         """Whether that loop is to end; it asks in each of its turns."""
@@ -251,7 +256,7 @@ def _finish(words: str, claim: Claim | None) -> None:
         claim.code, claim.words = exits.DONE, words
 
 
-def _pages(stream: HiddenStateStream) -> Pages:
+def _pages(stream: HiddenStateStream, look: Look) -> Pages:
     def identity() -> Identity:
         return Identity(importlib.metadata.version("draftfeed"), stream.known_descriptor)
 
@@ -262,8 +267,10 @@ def _pages(stream: HiddenStateStream) -> Pages:
         attached = stream.statistics().client.attached
         return Probe(attached, "attached" if attached else "waiting for the producer")
 
-    snapshots = registry(lambda: consumer_snapshot(stream), identity)
-    return Pages(snapshots, healthy, ready, identity)
+    def snapshot() -> ConsumerSnapshot:
+        return structs.replace(consumer_snapshot(stream), done=look.done)
+
+    return Pages(registry(snapshot, identity), healthy, ready, identity)
 
 
 def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:

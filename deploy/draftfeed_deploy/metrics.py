@@ -269,7 +269,8 @@ _SENT: tuple[Row[ProducerSnapshot], ...] = (
     ),
     _counter(
         "stall_seconds",
-        "Time in which something waited, by cause: prompts for the spool (spool_full), samples for "
+        "Time in which something waited, by cause: prompts for the spool (spool_full) or "
+        "for the file of conversations (output_full), samples for "
         "room at a member (no_credit) or for what is under way to one (link_full).",
         lambda now: now.stall_seconds,
         "cause",
@@ -325,6 +326,7 @@ _RECEIVED: tuple[Row[ConsumerSnapshot], ...] = (
     _gauge("attached", "1 when every producer that must be there is.", lambda now: now.attached),
     _gauge("link", "The link to a producer: 1 for its state.", _links, "producer", "state"),
     _gauge("term", "The term in which the stream was granted.", lambda now: now.term),
+    _gauge("done", "1 when it has trained and committed all there is.", lambda now: now.done),
     _gauge("draining", "1 when it is ending with everything committed.", lambda now: now.draining),
     _counter("received_samples", "Samples received whole.", lambda now: now.samples),
     _counter("received_tokens", "Rows of those.", lambda now: now.tokens),

@@ -92,7 +92,10 @@ def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -
         stack.enter_context(watched("producer", snapshot, run_dir, console, status.board))
         stack.callback(_write_tombstones, service, run_dir)
         service.run()
-        return _done(service.statistics())
+        done = _done(service.statistics())
+        if done:
+            status.finished()
+        return done
 
 
 def _pages(service: ProducerService, snapshot: Callable[[], ProducerSnapshot]) -> Pages:

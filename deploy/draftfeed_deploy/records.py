@@ -138,6 +138,8 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     step: Count = 0
     loss: float | None = None
     """None, too, in JSON, when it is no number."""
+    done: bool = False
+    """It has ended because there was nothing left to train."""
     loss_lost: bool = False
     """It is no number any more."""
     stall_seconds: dict[str, Seconds] = {}

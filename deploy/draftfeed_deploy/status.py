@@ -42,6 +42,9 @@ REQUEST_SECONDS = 5.0
 """For all of one, question and answer."""
 PATIENCE_SECONDS = 1.0
 """Longer ones end when somebody else waits."""
+LAST_SECONDS = 30.0
+"""For whoever reads the metrics to read them once more; less than a watchdog waits."""
+SLACK_SECONDS = 1.0
 MAX_REQUESTS = 16
 """At a time; whoever comes then is turned away."""
 BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
@@ -152,8 +155,17 @@ class Status:
         if self._server is not None:
             self._server.pages = pages
 
+    def finished(self) -> None:
+        """The service has done all that there was to do, and its metrics say so: whoever reads them
+        regularly is given the time to see it. Otherwise it would seem to have died."""
+        if self._server is not None:
+            self._server.finished = True
+
     def __exit__(self, *exception: object) -> None:
         if self._server is not None:
+            if self._server.finished:
+                with suppress(KeyboardInterrupt):
+                    self._server.readings.await_one()
             logging.getLogger().removeHandler(self._log)
             self._server.shutdown()
             self._server.server_close()
@@ -196,6 +208,34 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+class Readings:
+    """When the metrics were read."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._times: list[float] = []
+        """The last two."""
+        self._count = 0
+
+    def add(self) -> None:
+        with self._changed:
+            self._times = [*self._times[-1:], time.monotonic()]
+            self._count += 1
+            self._changed.notify_all()
+
+    def await_one(self) -> None:
+        """The next one, if there is somebody who reads them regularly."""
+        with self._changed:
+            before, now = self._count, time.monotonic()
+            if len(self._times) < 2:
+                return
+            first, last = self._times
+            due = last + 2 * (last - first) + SLACK_SECONDS
+            self._changed.wait_for(
+                lambda: self._count > before, min(LAST_SECONDS, max(0.0, due - now))
+            )
+
+
 class _Server(ThreadingMixIn, HTTPServer):
     daemon_threads = True
     block_on_close = False
@@ -208,6 +248,7 @@ class _Server(ThreadingMixIn, HTTPServer):
         )
         self.board, self.log = Board(), RecentLog()
         self._free = threading.BoundedSemaphore(MAX_REQUESTS)
+        self.readings, self.finished = Readings(), False
         self._failed = False
         """A page could not be made, which is said once."""
         self._lock = threading.Lock()
@@ -237,7 +278,7 @@ class _Server(ThreadingMixIn, HTTPServer):
     def _document(self) -> bytes:
         healthy, ready = self.pages.healthy(), self.pages.ready()
         document = self.board.document(self.pages.identity(), self.log.lines())
-        fresh = _fresh(document.age_seconds)
+        fresh = _fresh(0.0 if self.finished else document.age_seconds)
         said = next((probe for probe in (healthy, fresh) if not probe.ok), ready)
         return encoded(
             replace(document, healthy=healthy.ok, ready=ready.ok and fresh.ok, state=said.words)
@@ -314,6 +355,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(answer.body)
+            if self.path.partition("?")[0] == "/metrics":
+                self.server.readings.add()
 
     def _rebound(self) -> bool:
         """Whether a page from elsewhere asks in the name of whoever looks at it: a name of its own

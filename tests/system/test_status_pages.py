@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -150,6 +150,40 @@ def test_swap_is_counted_and_ages_begin_with_the_process(run: Run) -> None:
     run.go_on()
     run.succeeds(second)
     run.succeeds(producer)
+
+
+def test_whoever_reads_the_metrics_sees_the_end_and_is_waited_for_no_longer(run: Run) -> None:
+    """A service that had finished could not be told from one that had died: each success ended in
+    an alert."""
+    ports = {name: run.port() for name in ("producer", "consumer")}
+    started = {
+        name: run.start(name, "--set", f"status.bind=127.0.0.1:{port}")
+        for name, port in ports.items()
+    }
+    last: dict[str, Scrape] = {}
+
+    def ended() -> bool:
+        for name, port in ports.items():
+            with suppress(OSError):
+                last[name] = scrape(port)
+        return all(process.poll() is not None for process in started.values())
+
+    eventually(ended, "the end of both")
+    for process in started.values():
+        run.succeeds(process)
+    assert value(last["consumer"], "draftfeed_consumer_done") == 1
+    assert value(last["producer"], "draftfeed_producer_phase", phase="done") == 1
+
+
+def test_nobody_is_waited_for_who_does_not_read_regularly() -> None:
+    for reads in (0, 1):
+        with Status(StatusConfig(bind="127.0.0.1:0")) as status:
+            status.show(pages())
+            for _ in range(reads):
+                get(f"{status.url}/metrics")
+            status.finished()
+            began = time.monotonic()
+        assert time.monotonic() - began < 2
 
 
 def test_every_metric_is_explained_and_named_as_prometheus_wants(run: Run) -> None:
