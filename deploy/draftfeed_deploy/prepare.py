@@ -12,7 +12,7 @@ from msgspec import Struct
 from rich.console import Console
 
 from draftfeed_deploy.errors import ConfigError, OutputError
-from draftfeed_deploy.prepare_chats import KNOWN, encoded, line_of, without_response
+from draftfeed_deploy.prepare_chats import encoded, left_out, line_of, without_response
 from draftfeed_deploy.prepare_layers import layers_of
 from draftfeed_deploy.prepare_report import FAULTS_KEPT, Fault, Report, distribution
 from draftfeed_deploy.prepare_rows import Row, progressing, rows
@@ -106,7 +106,6 @@ class Preparation:
         if row.value is None:
             self._leave_out(row.number, row.fault)
             return None
-        columns = row.value.keys() - set(KNOWN)
         try:
             prepared = self._prepared(row.number, row.value)
         except LineError as error:
@@ -114,7 +113,7 @@ class Preparation:
             self._judge_template(str(error))
             return None
         if prepared is not None:
-            self._count_columns(columns)
+            self._count_columns(left_out(row.value))
         return prepared
 
     def _count_columns(self, columns: Iterable[str]) -> None:

@@ -67,6 +67,8 @@ class Admission:
         self._alarm = ""
         self.full_seconds = 0.0
         """Time in which the spool had no room."""
+        self.output_full_seconds = 0.0
+        """Time in which what is written beside the stream had none."""
 
     def prompts_now(self) -> Iterator[Prompt]:
         """Ends when nothing may be generated now, and goes on when it is asked later, or called
@@ -125,9 +127,10 @@ class Admission:
         """Whether every prompt of the list was given out."""
         return self._fresh is None and self._lost is None
 
-    def wait(self, done: Callable[[float], bool]) -> None:
+    def wait(self, done: Callable[[float], bool], *, for_output: bool = False) -> None:
         """Until done, or stopped, or the server has failed; all but the first try is counted as a
-        stall. `done` is given the seconds it may take to find out."""
+        stall, of the spool or of the output. `done` is given the seconds it may take to find
+        out."""
         if done(0.0):
             self._tell_alarm()
             return
@@ -137,7 +140,10 @@ class Admission:
             self._tell_alarm()
             waiting = not done(WAIT_SECONDS)
             now = time.monotonic()
-            self.full_seconds += now - since  # seen while it lasts
+            if for_output:  # seen while it lasts
+                self.output_full_seconds += now - since
+            else:
+                self.full_seconds += now - since
             since = now
         self._tell_alarm()
 

@@ -1,5 +1,6 @@
 """One line of a prompt file: what it may say, and the tokens it becomes."""
 
+import itertools
 import math
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -14,6 +15,8 @@ CaptureMode = Literal["live", "prefill"]
 
 _GIVE_IDS = 'give "prompt_ids" and "response_ids"'
 _SHOWN = 40
+_CALLED = "called_"
+"""How functions are called to see whether a template writes them."""
 
 
 class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -188,9 +191,25 @@ class LineReader:
         if line.tools and not self._takes_tools:
             raise LineError(f"the chat template leaves `tools` out: do so, too, or {_GIVE_IDS}")
         calls = [call for message in messages for call in message.tool_calls or ()]
-        if not says_calls(prompt, calls):
+        if calls and not (says_calls(prompt, calls) and self._writes_calls(line, messages)):
             raise LineError(f"the chat template leaves earlier tool calls out; {_GIVE_IDS}")
         return prompt
+
+    def _writes_calls(self, line: Line, messages: list[_Message]) -> bool:
+        """Whether calls are where the messages have them: their words may be in the list of tools
+        and in the question."""
+        names = (f"{_CALLED}{number}_" for number in itertools.count())
+        renamed = [
+            msgspec.structs.replace(
+                message, tool_calls=[_called(call, next(names)) for call in message.tool_calls]
+            )
+            if message.tool_calls
+            else message
+            for message in messages
+        ]
+        text = self._render(renamed, line.tools, ask=True)
+        count = sum(len(message.tool_calls or ()) for message in messages)
+        return all(f"{_CALLED}{number}_" in text for number in range(count))
 
     def _rendered_ids(self, text: str) -> list[int]:
         return self._ids(text, add_special_tokens=False)
@@ -240,6 +259,13 @@ def _is_name(text: str) -> bool:
     """Whether it can be a sample's key; a lone surrogate passes JSON but is no Unicode."""
     lone_surrogate = any("\ud800" <= character <= "\udfff" for character in text)
     return 0 < len(text) <= MAX_NAME_CHARS and not lone_surrogate
+
+
+def _called(call: dict[str, Any], name: str) -> dict[str, Any]:
+    function = call.get("function")
+    if isinstance(function, dict):
+        return {**call, "function": {**function, "name": name}}
+    return {**call, "name": name}
 
 
 def _array(ids: list[int]) -> np.ndarray:

@@ -59,6 +59,9 @@ class ProducerStatistics(NamedTuple):
     closed_because: str = ""
     """Of the quality gate; empty while it is open."""
     quality: GateFigures = GateFigures()
+    output_full_seconds: float = 0.0
+    output_alarm: str = ""
+    """Why [output] conversations cannot be written; empty while they can."""
 
 
 class ProducerService:
@@ -76,6 +79,7 @@ class ProducerService:
         self._server: Server | None = None
         self._admission: Admission | None = None
         self._conversations: Conversations | None = None
+        self._output_alarm = ""
         self._last: ProducerStatistics | None = None
         """When it has ended, and the spool is closed."""
         self._phase = "loading"
@@ -153,6 +157,8 @@ class ProducerService:
             self._server.statistics() if self._server else None,
             self._admission.closed_because if self._admission else "",
             self._admission.quality if self._admission else GateFigures(),
+            self._admission.output_full_seconds if self._admission else 0.0,
+            self._output_alarm,
         )
 
     @property
@@ -237,7 +243,7 @@ class ProducerService:
                 self._observe(sample)
             admission.finished(sample)
             admission.wait(partial(self._stored, sample, spool, server))
-            admission.wait(partial(self._written, sample))
+            admission.wait(partial(self._written, sample), for_output=True)
             admission.stored(sample.id)
 
     def _stored(self, sample: Sample, spool: Spool, server: Server, pause_seconds: float) -> bool:
@@ -257,10 +263,15 @@ class ProducerService:
         try:
             self._conversations.write(sample)
         except OSError as error:
-            if not pause_seconds:  # the first try
-                logger.error("[output] conversations cannot be written: %s", error.strerror)
+            if not self._output_alarm:
+                alarm = f"[output] conversations cannot be written: {error.strerror}"
+                logger.error("%s; generation waits for it", alarm)
+                self._output_alarm = alarm
             self._stopped.wait(pause_seconds)
             return False
+        if self._output_alarm:
+            logger.warning("[output] conversations can be written again")
+            self._output_alarm = ""
         return True
 
     def _give_up(self, admission: Admission, server: Server, id: SampleId, reason: str) -> None:

@@ -163,6 +163,66 @@ def test_parquet_is_read_as_jsonl_is(tmp_path: Path, targets: dict[str, Path]):
     ]
 
 
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.binary(), pyarrow.large_binary()])
+def test_text_that_parquet_does_not_call_text_is_text(
+    tmp_path: Path, targets: dict[str, Path], kind: Any
+):
+    """Older writers do not; it was taken as base64, and passed."""
+    message = pyarrow.struct([("role", kind), ("content", kind)])
+    rows = pyarrow.table(
+        {
+            "id": pyarrow.array([b"a", b"b", b"c"]).cast(kind),
+            "messages": pyarrow.array(
+                [[{"role": b"user", "content": text}] for text in ("Köln".encode(), b"x", b"y")],
+                pyarrow.list_(
+                    pyarrow.struct([("role", pyarrow.binary()), ("content", pyarrow.binary())])
+                ),
+            ).cast(pyarrow.list_(message)),
+        }
+    )
+    pyarrow.parquet.write_table(rows, tmp_path / "set.parquet")
+    lines, report = run(tmp_path / "set.parquet", targets["PLAIN"])
+    assert lines[0] == {"id": "a", "messages": [user("Köln")]}
+    assert report["written"] == 3
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path, targets: dict[str, Path]):
+    table = pyarrow.table({"prompt": pyarrow.array([b"fox", b"\xff\xfe"], pyarrow.binary())})
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    lines, report = run(tmp_path / "set.parquet", targets["PLAIN"])
+    assert [line["prompt"] for line in lines] == ["fox"]
+    assert report["faults"] == [{"row": 2, "reason": "has text that is not UTF-8"}]
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path: Path, targets: dict[str, Path]):
+    source = write(tmp_path / "set.jsonl", b'\xef\xbb\xbf{"prompt": "fox"}', {"prompt": "x"})
+    lines, _ = run(source, targets["PLAIN"])
+    assert [line["prompt"] for line in lines] == ["fox", "x"]
+
+
+def test_what_is_left_out_of_messages_is_told(tmp_path: Path, targets: dict[str, Path]):
+    """Thinking, calls and weights went without a word."""
+    called = {
+        "role": "assistant",
+        "content": "x",
+        "function_call": {"name": "f", "arguments": "{}"},
+    }
+    source = write(
+        tmp_path / "set.jsonl",
+        {"messages": [user("1"), called, {"role": "function", "name": "f", "content": "y"}]},
+        {"messages": [user("2"), says("x", reasoning="deep"), user("on")]},
+        {"messages": [user("3"), says("x", thinking="deep"), user("on")]},
+        {"messages": [user("4"), says("x", weight=0, refusal=None), user("on")]},
+        {"conversations": [{"from": "human", "value": "5", "image": "x.png"}]},
+    )
+    lines, report = run(source, targets["PLAIN"])
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert lines[0]["messages"][1]["tool_calls"] == [call]
+    assert lines[0]["messages"][2] == {"role": "tool", "name": "f", "content": "y"}
+    assert [line["messages"][1]["reasoning_content"] for line in lines[1:3]] == ["deep", "deep"]
+    assert report["columns_left_out"] == {"messages[].weight": 1, "conversations[].image": 1}
+
+
 def test_a_parquet_row_that_is_not_utf8_is_named_and_costs_no_other(
     tmp_path: Path, targets: dict[str, Path]
 ):
@@ -251,6 +311,8 @@ BROKEN: dict[str, tuple[Table | bytes, str]] = {
     "a speaker that is no word": ({"conversations": [{"from": {}, "value": "x"}]}, '"from" is {}'),
     "an id twice": ({"id": "good", "prompt": "another"}, "also that of row 1"),
     "only an answer": ({"messages": [says("x")]}, "empty"),
+    "a number beyond all bounds": (b'{"prompt": "y", "n": 1e400}', "out of range"),
+    "an id that is none": ({"prompt": "y", "id": {"a": 1}}, '"id" is neither text nor a number'),
 }
 
 

@@ -372,11 +372,40 @@ def test_a_full_disk_is_waited_out(run: Run, small_disk: Path):
     with other.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_bytes(small_disk))
     producer = run.start()
-    eventually(lambda: producer.service.statistics().spool_full_seconds > 0, "a stall")
+    eventually(lambda: producer.service.statistics().output_full_seconds > 0, "a stall")
+    stalled = producer.service.statistics()
+    assert (
+        stalled.output_alarm == "[output] conversations cannot be written: No space left on device"
+    )
+    assert stalled.spool_full_seconds == 0, "it sends operators to the trainer"
     assert len(producer.generated) < COUNT
     other.unlink()
     producer.made_all()
+    assert producer.service.statistics().output_alarm == ""
     run.assert_same()
+
+
+def test_a_line_that_a_full_disk_cut_is_taken_back(tmp_path: Path, small_disk: Path):
+    """The next try was glued to it."""
+    tokenizer = tiny_models.make_tokenizer(tmp_path / "t")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_ids": [5, 6]}\n')
+    prompts = PromptFile(PromptsConfig(path=str(path)), tokenizer, 400)
+    writer = Writer(OutputConfig(), prompts, tokenizer, {tokenizer.eos_token_id})
+    done = Conversations(small_disk / "done.jsonl", writer)
+    long = msgspec.structs.replace(samples.sample(0, rows=9000), id=prompts.id(0), key="0")
+    other = small_disk / "somebody-else"
+    with other.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free_bytes(small_disk) - 8192)
+    with pytest.raises(OSError, match="No space left"):
+        done.write(long)
+    assert (small_disk / "done.jsonl").stat().st_size == 0
+    other.unlink()
+    done.write(long)
+    done.close()
+    prompts.close()
+    (line,) = (small_disk / "done.jsonl").read_text().splitlines()
+    assert json.loads(line)["sample"] == str(long.id)
 
 
 def tokens_of(tokenizer: Any, prompt: str, response: str) -> tuple[np.ndarray, np.ndarray]:

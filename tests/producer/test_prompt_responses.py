@@ -348,6 +348,9 @@ def test_tools_and_calls_that_the_prompt_has_not_are_refused(opened, mode: str):
     answer[1] = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     with pytest.raises(PromptError, match="the chat template leaves earlier tool calls out"):
         opened({"messages": answer}, mode=mode, template=calling(""))
+    asked = {"role": "user", "content": 'weather: city, days of Köln "am Rhein", 1, 2.5'}
+    with pytest.raises(PromptError, match="the chat template leaves earlier tool calls out"):
+        opened({"messages": [asked, *answer]}, mode=mode, template=calling(""))
     whole = {"messages": answer, "tools": [TOOL]}
     opened(whole, mode=mode, template=tiny_models.CHAT_TEMPLATE, limit=400)
 
