@@ -168,7 +168,7 @@ def producer_snapshot(
         spool_quota_bytes=spool.quota_bytes if spool else 0,
         spool_capacity_bytes=spool.capacity_bytes if spool else 0,
         spool_paused=bool(spool and spool.alarm),
-        alarm="; ".join(filter(None, (statistics.closed_because, spool.alarm if spool else ""))),
+        alarm="; ".join(filter(None, _alarms(statistics))),
         term=server.term if server else 0,
         members=list(server.members) if server else [],
         leased=server.leased if server else 0,
@@ -191,6 +191,7 @@ def producer_snapshot(
         loop_age_seconds=round(server.turn_seconds, 3) if server else 0.0,
         stall_seconds={
             "spool_full": round(statistics.spool_full_seconds, 3),
+            "output_full": round(statistics.output_full_seconds, 3),
             **{cause: round(seconds, 3) for cause, seconds in figures.wait_seconds},
         },
         layers=layer_names(stream),
@@ -213,3 +214,8 @@ def _record(sample: Sample) -> GeneratedSample:
         finish_reason=sample.finish_reason,
         time_seconds=round(time.monotonic(), 3),
     )
+
+
+def _alarms(statistics: ProducerStatistics) -> tuple[str, ...]:
+    spool = statistics.spool
+    return statistics.closed_because, spool.alarm if spool else "", statistics.output_alarm
