@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -193,7 +194,7 @@ def install(root: Path, changes: list[Change]) -> None:
             path = root / change.path
             mode = _mode_of(path)
             if change.kind == "replace":
-                path.rename(_free_name(path))
+                _keep(path)
             if change.kind != "unchanged":
                 _write(path, change.content, mode)
             record[str(change.path)] = _digest(change.content)
@@ -210,6 +211,15 @@ def _mode_of(path: Path) -> int:
     if not os.path.lexists(path) or not stat.S_ISREG(path.lstat().st_mode):
         return 0o644
     return path.lstat().st_mode & 0o755
+
+
+def _keep(path: Path) -> None:
+    """Under another name beside its own, which is never without a file."""
+    before = _free_name(path)
+    try:
+        os.link(path, before, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(path, before, follow_symlinks=False)
 
 
 def _free_name(path: Path) -> Path:

@@ -15,6 +15,8 @@ from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 HIGH_WATER_MESSAGES = 8
 """Only a backstop: it counts messages, not bytes. Credits bound the bytes."""
 HIGH_WATER_REQUESTS = 64
+UNREAD_MS = 60_000
+"""Who reads nothing for so long is cut off: what lies here for him is memory."""
 LINGER_MS = 2_000
 KEEPALIVE_SECONDS = 10
 KEEPALIVE_PROBES = 3
@@ -79,6 +81,7 @@ class Listener:
             (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS),
             (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS),
             (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
+            (zmq.TCP_MAXRT, UNREAD_MS),
             (zmq.LINGER, LINGER_MS),
             (zmq.IPV6, is_ipv6(config.bind)),
         ):

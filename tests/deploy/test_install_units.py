@@ -80,6 +80,16 @@ def test_what_only_root_may_read_stays_so(tmp_path: Path) -> None:
         assert one.stat().st_mode & 0o777 == 0o600
 
 
+def test_replacement_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    """Such as on a full disk: a unit without its environment file does not start."""
+    path = installed(tmp_path) / FILES["producer.env"]
+    path.write_text("mine")
+    (path.parent / f".{path.name}.part").mkdir()
+    options = ["--root", str(tmp_path), "--bin", "/usr/bin", "--force"]
+    assert main(["install-units", *options]) == 2
+    assert path.read_text() == "mine"
+
+
 def test_masked_unit_is_kept_and_its_successor_is_nobody_elses_to_write(tmp_path: Path) -> None:
     """/dev/null, which it is a link to, may be written by everybody."""
     unit = installed(tmp_path) / FILES["draftfeed-consumer.service"]
