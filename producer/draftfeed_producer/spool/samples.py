@@ -140,6 +140,10 @@ class Samples:
         return sum(segment.end for segment in list(self._segments.values()))
 
     @property
+    def segments(self) -> int:
+        return len(self._segments)
+
+    @property
     def spare_bytes(self) -> int:
         """Blocks taken ahead of what is written."""
         with self.changed:
