@@ -150,4 +150,13 @@ def _values(text: str) -> Iterable[tuple[tuple[str, Labels], float]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if math.isfinite(sample.value):
-                yield (sample.name, tuple(sorted(sample.labels.items()))), sample.value
+                yield (sample.name, _labels(sample.labels)), sample.value
+
+
+def _labels(found: Mapping[str, str]) -> Labels:
+    """They are shown in terminals, where a stranger's escapes would be obeyed."""
+    return tuple(sorted((name, printable(value)) for name, value in found.items()))
+
+
+def printable(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -94,10 +94,12 @@ class ProducerService:
             source = open_prompts(self._config, stack)
             listener = self._listener = Listener(self._config.server)
             stack.callback(listener.close)
+            self._conversations = self._output(source, stack)  # what is wrong costs no loading
             engine = self._load_engine(stack)
             spool = Spool(self._config.spool, engine.descriptor, source.shards)
             stack.callback(spool.close)
-            self._conversations = self._output(source, spool, stack)
+            if self._conversations is not None:
+                self._conversations.reconcile(spool, source.ids.within(spool.shards))
             delivery = self._delivery(engine, source, spool)
             target, no_target = self._target_directory()
             server = Server(listener, spool, delivery, target, no_target=no_target)
@@ -175,13 +177,12 @@ class ProducerService:
             return None
         return Gatekeeper(source.responses, self._config.quality)
 
-    def _output(self, source: PromptSource, spool: Spool, stack: ExitStack) -> Conversations | None:
+    def _output(self, source: PromptSource, stack: ExitStack) -> Conversations | None:
         path = self._config.output.conversations
         if source.writer is None or path is None:
             return None
         conversations = Conversations(Path(path).expanduser(), source.writer)
         stack.callback(conversations.close)
-        conversations.reconcile(spool, source.ids.within(spool.shards))
         return conversations
 
     def _load_engine(self, stack: ExitStack) -> Engine:

@@ -354,6 +354,13 @@ def test_a_directory_that_is_not_there_is_one_line(run: Run):
     assert "cannot be written: No such file" in str(failure)
 
 
+def test_a_file_that_cannot_be_opened_costs_no_loading(run: Run):
+    """It was told after the target had been loaded, which takes minutes."""
+    failed = run.start(file=run.directory)
+    assert isinstance(failed.failed(), OutputFileError)
+    assert failed.service.descriptor is None
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
