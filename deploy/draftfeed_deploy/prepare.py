@@ -75,7 +75,7 @@ class Preparation:
         self._gate = QualityGate(options.quality)
         self._seen: dict[bytes, int] = {}
         """By a digest of what a row says, the first that is used or too long."""
-        self._ids: dict[str, int] = {}
+        self._ids: set[str] = set()
         self._prompts, self._masks = array("q"), array("q")
         self._chats = self._refused = 0
         self.report = Report(
@@ -135,8 +135,8 @@ class Preparation:
             self._note(number, f"is a duplicate of row {first}")
             return None
         key = f"row-{number}" if key is None else key
-        if (other := self._ids.get(key)) is not None:
-            raise LineError(f'"id" {key!r} is also that of row {other}')
+        if renamed := key in self._ids:  # sets made of parts have them twice, and no row is lost
+            key = f"{key}#{number}"
         line = encoded({"id": key, **table})
         tokens = self._reader.tokens(self._reader.parse(line))
         self._seen[digest] = number
@@ -144,7 +144,8 @@ class Preparation:
             self.report.over_long += 1
             self._note(number, f"{length} tokens, the limit is {self.report.max_tokens}")
             return None
-        self._ids[key] = number
+        self._ids.add(key)
+        self.report.renamed += renamed
         ended = table.get("finish_reason", "stop")
         return Prepared(line, tokens, "tools" in table, cut, ended)
 

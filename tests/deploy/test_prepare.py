@@ -256,21 +256,6 @@ def test_duplicates_and_long_ones_are_left_out_by_number(
     assert "the limit is 60" in text
 
 
-def test_a_row_whose_id_was_there_is_not_the_first_of_its_duplicates(
-    tmp_path: Path, targets: dict[str, Path]
-):
-    """Nothing of it is in the file."""
-    source = write(
-        tmp_path / "set.jsonl",
-        {"id": "a", "prompt": "fox"},
-        {"id": "a", "prompt": "hello"},
-        {"id": "b", "prompt": "hello"},
-    )
-    lines, report = run(source, targets["PLAIN"])
-    assert [line["id"] for line in lines] == ["a", "b"]
-    assert (report["duplicates"], report["broken"]) == (0, 1)
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_row_without_an_id_takes_none_that_is_a_number(
     tmp_path: Path, targets: dict[str, Path], order: int
@@ -309,7 +294,6 @@ BROKEN: dict[str, tuple[Table | bytes, str]] = {
     "a number too large": (b'{"prompt_ids": [123456789012345678901234567890]}', "prompt_ids"),
     "a role that is no word": ({"messages": [{"role": ["user"], "content": "x"}]}, "role"),
     "a speaker that is no word": ({"conversations": [{"from": {}, "value": "x"}]}, '"from" is {}'),
-    "an id twice": ({"id": "good", "prompt": "another"}, "also that of row 1"),
     "only an answer": ({"messages": [says("x")]}, "empty"),
     "a number beyond all bounds": (b'{"prompt": "y", "n": 1e400}', "out of range"),
     "an id that is none": ({"prompt": "y", "id": {"a": 1}}, '"id" is neither text nor a number'),
@@ -327,6 +311,14 @@ def test_a_broken_row_is_named_and_costs_no_other(
     ((fault),) = report["faults"]
     assert fault["row"] == 2
     assert reason in fault["reason"]
+
+
+def test_an_id_that_comes_again_costs_no_row(tmp_path: Path, targets: dict[str, Path]):
+    """Sets are put together of parts that each count from 1."""
+    rows = [{"id": 1, "prompt": "x"}, {"id": 1, "prompt": "y"}, {"id": 1, "prompt": "x"}]
+    lines, report = run(write(tmp_path / "set.jsonl", *rows), targets["PLAIN"])
+    assert [(line["id"], line["prompt"]) for line in lines] == [("1", "x"), ("1#2", "y")]
+    assert (report["renamed"], report["duplicates"], report["broken"]) == (1, 1, 0)
 
 
 def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, targets: dict[str, Path]):
