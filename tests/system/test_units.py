@@ -40,7 +40,7 @@ def committed(hosts: Hosts) -> float:
 
 
 def test_from_start_to_end(hosts: Hosts) -> None:
-    hosts.fresh(300, rate=3000)
+    hosts.fresh(700, rate=2000)  # it is still being made when the consumer is there
     hosts.inf.systemctl("start", PRODUCER)
     state = hosts.inf.show(PRODUCER, "ActiveState", "StatusText", "User")
     assert state["ActiveState"] == "active"
