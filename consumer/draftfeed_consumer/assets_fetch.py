@@ -17,7 +17,14 @@ from draftfeed_consumer.assets import (
     Stopped,
     TargetDirectory,
 )
-from draftfeed_consumer.assets_listing import ASKING, POLL_MS, Address, Listing, agreed
+from draftfeed_consumer.assets_listing import (
+    ASKING,
+    POLL_MS,
+    UNREAD_MESSAGES,
+    Address,
+    Listing,
+    agreed,
+)
 from draftfeed_consumer.assets_progress import Progress
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.errors import AssetError, AssetsLost, StreamClosed
@@ -81,7 +88,10 @@ def fetch_target(
         fetched = 0
         if not directory.complete:
             now = time.monotonic()
-            lines = [Line(address, now, credentials) for address in sources]
+            lines = [
+                Line(address, now, credentials, unread_messages=UNREAD_MESSAGES)
+                for address in sources
+            ]
             with _Download(context, directory, lines, config, lost_after, stopped) as one:
                 fetched = one.run()
         return Fetched(directory, first.stream_id, fetched)

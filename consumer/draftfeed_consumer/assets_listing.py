@@ -23,6 +23,8 @@ POLL_MS = 50
 MESSAGES_AT_ONCE = 64
 AGAIN_SECONDS = 0.5
 """Before a producer is asked again that is still hashing."""
+UNREAD_MESSAGES = 16
+"""On connections for files: 128 MiB, if a producer sends what nobody asked for."""
 ASKING = "fenced"
 """What a `Line` calls a producer that owes an answer."""
 
@@ -70,7 +72,10 @@ class Listing:
     ) -> None:
         now = time.monotonic()
         self._context, self._stopped = context, stopped
-        self._lines = {address: Line(address, now, credentials) for address in addresses}
+        self._lines = {
+            address: Line(address, now, credentials, unread_messages=UNREAD_MESSAGES)
+            for address in addresses
+        }
         self._answers: dict[Address, m.Assets] = {}
         self._passed: set[Address] = set()
         """Cannot be reached, and need not be waited for when another has files."""

@@ -39,7 +39,7 @@ from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
-from draftfeed_proto.keys import local
+from draftfeed_proto.keys import check_port, local
 from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"addresses must name each producer once, not {self.addresses!r}")
         if (self.key is None) != (self.server_key is None):
             raise ValueError("key and server_key belong together, and one is missing")
+        for address in self.addresses:
+            check_port(address)
         away = [address for address in self.addresses if not local(address)]
         if self.key is None and not self.insecure and away:
             raise ValueError(
@@ -204,7 +206,7 @@ class Client:
         return self._counts._replace(
             attached=bool(must) and self.granted.is_set() and all(p.attached for p in must),
             link_down_seconds=self._link_down_seconds,
-            turn_seconds=0.0 if self._over else time.monotonic() - self._turned_at,
+            turn_seconds=0.0 if self._over else max(0.0, time.monotonic() - self._turned_at),
             producers=producers,
         )
 

@@ -24,4 +24,4 @@ class Credentials(NamedTuple):
 def read(key: Path, server_key: Path) -> Credentials:
     """key: a secret file; server_key: the producers' public one. Raises KeyFileError, also when
     others may read the secret."""
-    return Credentials(keys.read_secret(key), keys.read_public(server_key))
+    return Credentials(keys.read_secret(key, zmq.curve_public), keys.read_public(server_key))

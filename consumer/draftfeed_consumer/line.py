@@ -20,9 +20,17 @@ REPORT_SECONDS = 10.0
 class Line:
     """Times are monotonic seconds, given by the caller."""
 
-    def __init__(self, address: str, now: float, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        now: float,
+        credentials: Credentials | None = None,
+        *,
+        unread_messages: int = 0,
+    ) -> None:
+        """unread_messages: see `Link`."""
         self.address = address
-        self._credentials = credentials
+        self._credentials, self._unread_messages = credentials, unread_messages
         self.link: Link | None = None
         self.linked = False
         """The handshake was seen."""
@@ -50,7 +58,9 @@ class Line:
 
     def begin(self, context: "zmq.Context[zmq.Socket[bytes]]", now: float) -> None:
         """Raises AddressError."""
-        self.link = Link(context, self.address, self._credentials)
+        self.link = Link(
+            context, self.address, self._credentials, unread_messages=self._unread_messages
+        )
         self.linked = False
         self._since = now
 

@@ -14,6 +14,7 @@ from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import AddressError
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedMessage, ProtoError
+from draftfeed_proto.keys import is_ipv6
 from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 
 HEARTBEAT_MS = 2_000
@@ -43,10 +44,17 @@ class Link:
         context: "zmq.Context[zmq.Socket[bytes]]",
         address: str,
         credentials: Credentials | None = None,
+        *,
+        unread_messages: int = 0,
     ) -> None:
         """Begins to connect and returns at once: a producer that is down must not hold up the
         others. Names are resolved again for every link. Raises AddressError when it is no
-        address."""
+        address.
+
+        unread_messages: how many are taken from the network before they are read, for a link where
+        no credit bounds what comes. It has no heartbeats: whoever uses it has patience of its own.
+        0: any number.
+        """
         self._thread = threading.get_ident()
         self.address = address
         self.state: Literal["connecting", "up", "down"] = "connecting"
@@ -59,14 +67,15 @@ class Link:
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.RECONNECT_IVL, NEVER_MS),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+            (zmq.HEARTBEAT_IVL, 0 if unread_messages else HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
             (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
-            # Credit bounds what comes. With a limit, libzmq 4.3.5 aborts the process when a
-            # heartbeat is due on a link that was cut while so many messages were unread.
-            (zmq.RCVHWM, 0),
+            # With a limit, libzmq 4.3.5 aborts the process when a heartbeat is due on a link that
+            # was cut while so many messages were unread.
+            (zmq.RCVHWM, unread_messages),
             (zmq.MAXMSGSIZE, max(MAX_MESSAGE_BYTES, MAX_CHUNK_BYTES + _FRAME_SLACK_BYTES)),
             (zmq.LINGER, LINGER_MS),
+            (zmq.IPV6, is_ipv6(address)),
         ):
             self._socket.setsockopt(option, value)
         if credentials is not None:

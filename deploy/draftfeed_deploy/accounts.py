@@ -13,7 +13,7 @@ from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.spool.reader import Reader
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId
-from draftfeed_proto.keys import KeyPair
+from draftfeed_proto.keys import KeyPair, is_ipv6
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 
 _ANYWHERE = re.compile(r"//(\*|0\.0\.0\.0|\[::\])")
@@ -35,6 +35,7 @@ def ask(address: str, timeout_seconds: float, keys: KeyPair | None = None) -> So
     address = _ANYWHERE.sub("//127.0.0.1", address)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, is_ipv6(address))
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         if keys is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.public)

@@ -6,6 +6,7 @@ Nothing of the configured run is touched: there is no spool, no server, and no s
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
 from statistics import fmean, median
@@ -25,7 +26,7 @@ from draftfeed_deploy.bench_target_sweep import (
     expected_seconds,
     flat,
 )
-from draftfeed_deploy.bench_target_turn import Unusable
+from draftfeed_deploy.bench_target_turn import OutOfTime, Unusable
 from draftfeed_deploy.errors import BenchmarkFailed, ConfigError
 from draftfeed_deploy.foreground import phase
 from draftfeed_producer.config import ProducerConfig
@@ -45,7 +46,7 @@ MOST_PROMPTS = 512
 """Different ones; a larger batch has some of them more than once."""
 
 
-FAILURES = (Unusable, BenchmarkFailed, ProducerError, RuntimeError, OSError)
+FAILURES = (Unusable, OutOfTime, BenchmarkFailed, ProducerError, RuntimeError, OSError)
 """Of an engine. What was measured before one is worth having."""
 
 
@@ -57,7 +58,9 @@ class Options(NamedTuple):
     tokens: int | None = None
     """Of each response."""
     minutes: float | None = None
-    """Of measuring; engines start in their own time."""
+    """Of all of it. At the first batch each engine has one round, however long that takes."""
+    began: float | None = None
+    """By time.monotonic(). None: now."""
 
 
 class Size(NamedTuple):
@@ -66,6 +69,7 @@ class Size(NamedTuple):
     most: int
     tokens: int
     minutes: float
+    began: float
 
 
 def measure(config: ProducerConfig, where: str, options: Options, console: Console) -> Result:
@@ -91,7 +95,8 @@ def size_of(engine: TransformersConfig | SGLangConfig, options: Options) -> Size
     return Size(
         most=options.most or most,
         tokens=options.tokens or (128 if on_gpu else 32),
-        minutes=options.minutes or (10.0 if on_gpu else 2.0),
+        minutes=options.minutes or (20.0 if on_gpu else 2.0),
+        began=time.monotonic() if options.began is None else options.began,
     )
 
 
@@ -124,7 +129,7 @@ class Benchmark:
     def _measure_all(self, groups: Iterable[list[Arm]], cuts: list[str]) -> None:
         wanted = list(batches(self._size.most))
         for number, arms in enumerate(groups):
-            cut = self._measure_group(arms, wanted, flat if number == 0 else _never)
+            cut = self._measure_group(number, arms, wanted, flat if number == 0 else _never)
             # Those that come after are to be compared: at the same batches, however flat.
             wanted = sorted({batch for batch, _ in self._turns})
             cuts += [cut] if cut else []
@@ -132,15 +137,20 @@ class Benchmark:
                 raise BenchmarkFailed(f"nothing could be measured: {cut}")
 
     def _measure_group(
-        self, arms: Sequence[Arm], wanted: Sequence[int], ends: Callable[[Sequence[Rate]], bool]
+        self,
+        number: int,
+        arms: Sequence[Arm],
+        wanted: Sequence[int],
+        ends: Callable[[Sequence[Rate]], bool],
     ) -> str:
-        """Why it ended before all that was wanted, or nothing."""
+        """Why it ended before all that was wanted, or nothing. The first of two that come one after
+        the other has half of the time."""
         ways = " and ".join("with capture" if arm.captures else "without" for arm in arms)
         with phase(self._console, f"first requests, {ways}"):
             for arm in arms:
                 arm.warm_up(_requests(self._pool, 1, 0)[0], self._start_seconds)
-        share = 1 if self._machine.in_turns else 2
-        budget = Budget(60 * self._size.minutes / share)
+        share = 0.5 if number == 0 and not self._machine.in_turns else 1.0
+        budget = Budget(60 * self._size.minutes * share, began=self._size.began)
         self._machine.others.begin()
         try:
             return self._sweep(arms, wanted, ends, budget)
@@ -161,7 +171,10 @@ class Benchmark:
                 return f"time was up before batch {batch}: --minutes gives more"
             try:
                 with phase(self._console, f"batch {batch}"):
-                    rounds = self._rounds(arms, batch, budget, last=batch == wanted[-1])
+                    first, last = batch == wanted[0], batch == wanted[-1]
+                    rounds = self._rounds(arms, batch, budget, first=first, last=last)
+            except OutOfTime:
+                return f"time was up in batch {batch}: --minutes gives more"
             except FAILURES as error:
                 # What was found is worth having, also when a larger batch was too much.
                 if not found and not isinstance(error, Unusable):
@@ -175,10 +188,10 @@ class Benchmark:
         return ""
 
     def _rounds(
-        self, arms: Sequence[Arm], batch: int, budget: Budget, *, last: bool
+        self, arms: Sequence[Arm], batch: int, budget: Budget, *, first: bool, last: bool
     ) -> list[dict[bool, Turn]]:
         """One at least. Who is first changes from round to round. Another round must not take the
-        time of the next batch. Raises what the first one does."""
+        time of the next batch. Raises what the first one does, OutOfTime but at the first batch."""
         for arm in arms:
             arm.begin()
         rounds: list[dict[bool, Turn]] = []
@@ -186,7 +199,20 @@ class Benchmark:
             prompts = _requests(self._pool, batch, len(rounds))
             order = arms if len(rounds) % 2 == 0 else arms[::-1]
             try:
-                rounds.append({arm.captures: arm.turn(prompts, self._size.tokens) for arm in order})
+                rounds.append(
+                    {
+                        arm.captures: arm.turn(
+                            prompts,
+                            self._size.tokens,
+                            None if first and not rounds else budget.left_seconds,
+                        )
+                        for arm in order
+                    }
+                )
+            except OutOfTime:
+                if not rounds:
+                    raise
+                break
             except FAILURES as error:
                 if not rounds:
                     raise

@@ -1,5 +1,6 @@
 """The configured engine, with capture and without, ready to be measured."""
 
+import math
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from draftfeed_deploy.bench_target_machine import (
 )
 from draftfeed_deploy.bench_target_result import Turn
 from draftfeed_deploy.bench_target_turn import (
+    OutOfTime,
     Response,
     Unusable,
     Watch,
@@ -67,15 +69,21 @@ class Arm:
         """The next turn is the first at its batch, and the one whose memory is told."""
         self._first = True
 
-    def turn(self, prompts: Sequence[Prompt], tokens: int) -> Turn:
-        """All prompts at once, `tokens` new ones each; and then their prefill alone. Raises
-        Unusable, BenchmarkFailed, ProducerError."""
+    def turn(
+        self, prompts: Sequence[Prompt], tokens: int, left_seconds: float | None = None
+    ) -> Turn:
+        """All prompts at once, `tokens` new ones each; and then their prefill alone.
+
+        left_seconds: it is ended then, and so is the engine; None: as long as it takes, unless
+        the engine hangs. Raises Unusable, OutOfTime, BenchmarkFailed, ProducerError.
+        """
         began = time.monotonic()
+        end = None if left_seconds is None else began + left_seconds
         if self._first:
             self._forget()
             self._memory.reset()
-        generated = self._run(prompts, tokens)
-        prefilled = self._run([_alone(prompt) for prompt in prompts], 1)
+        generated = self._run(prompts, tokens, end)
+        prefilled = self._run([_alone(prompt) for prompt in prompts], 1, end)
         memory = self._memory.peak_bytes() if self._first else None
         self._first = False
         return Turn(
@@ -90,11 +98,15 @@ class Arm:
         """Starts the engine, if it starts with its first request, and touches its memory."""
         self._run_all([_alone(prompt)], TURN_SECONDS + start_seconds)
 
-    def _run(self, prompts: Sequence[Prompt], tokens: int) -> list[Response]:
-        self._run_all(prompts, TURN_SECONDS)
+    def _run(self, prompts: Sequence[Prompt], tokens: int, end: float | None) -> list[Response]:
+        self._run_all(prompts, TURN_SECONDS, end)
         return self._watch.responses(len(prompts), tokens)
 
-    def _run_all(self, prompts: Sequence[Prompt], limit_seconds: float) -> None:
+    def _run_all(
+        self, prompts: Sequence[Prompt], most_seconds: float, end: float | None = None
+    ) -> None:
+        left = math.inf if end is None else max(0.0, end - time.monotonic())
+        limit_seconds = min(most_seconds, left)
         self._watch.begin()
         overdue = threading.Event()
 
@@ -114,6 +126,8 @@ class Arm:
             raise Unusable("the GPU has not enough memory for so many at a time") from None
         finally:
             timer.cancel()
+        if overdue.is_set() and left < most_seconds:
+            raise OutOfTime
         if overdue.is_set():
             raise BenchmarkFailed(
                 f"{len(prompts)} requests were not answered within {limit_seconds:.0f} s; try "

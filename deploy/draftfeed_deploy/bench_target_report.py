@@ -99,10 +99,10 @@ def _advice(result: Result) -> str:
     best = knee(rates(captured)).batch
     if best < max(captured):
         where = f"batch {best}: doubling it gives less than {FLAT:.0%} more output"
+    elif len(captured) == 1:
+        where = f"batch {best} alone was measured"
     elif result.cut:
         where = f"batch {best}, the largest that was measured: output still rises there"
-    elif best == 1:
-        where = "batch 1 alone was measured"
     else:
         where = (
             f"batch {best}, the largest that was tried: output still rises, --max-batch "

@@ -50,10 +50,17 @@ def knee(rates: Sequence[Rate]) -> Rate:
 
 
 class Budget:
-    """Of time, from now on."""
+    """Of time."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._end = clock, clock() + seconds
+    def __init__(
+        self,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        began: float | None = None,
+    ) -> None:
+        """began: by that clock; None: now."""
+        self._clock = clock
+        self._end = (clock() if began is None else began) + seconds
 
     @property
     def left_seconds(self) -> float:

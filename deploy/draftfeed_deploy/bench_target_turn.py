@@ -15,6 +15,10 @@ class Unusable(Exception):
     """A turn whose figures would not be what they say, and why. The sweep goes on without it."""
 
 
+class OutOfTime(Exception):
+    """The time for all of the benchmark was up in the middle of a turn."""
+
+
 @dataclass
 class Response:
     """Of one request."""

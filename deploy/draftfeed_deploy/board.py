@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -18,8 +18,8 @@ from msgspec import Meta, Struct
 from draftfeed_deploy.drift import Drift, drifting
 from draftfeed_deploy.forecast import Forecast, Outlook, Reading, TooEarly, forecast
 from draftfeed_deploy.lengths import deviation
-from draftfeed_deploy.metrics import Identity
-from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot, Snapshot
+from draftfeed_deploy.metrics import Identity, in_utf8
+from draftfeed_deploy.records import ConsumerSnapshot, Count, ProducerSnapshot, Seconds, Snapshot
 
 INTERVAL_SECONDS = 2.0
 KEPT = 300
@@ -32,7 +32,7 @@ MOST_NAMES = 64
 
 
 Rate = Annotated[float, Meta(ge=0, le=1e18)]
-Seconds = Annotated[float, Meta(ge=0, le=1e15)]
+Share = Annotated[float, Meta(ge=0, le=1)]
 Moments = Annotated[float, Meta(ge=0, le=1e11)]
 """Unix time. Bounds are for readers: what is shown must be a figure that can be shown."""
 
@@ -46,7 +46,7 @@ class LogLine(Struct, frozen=True, kw_only=True):
 class Outcome(Struct, frozen=True, kw_only=True):
     """A Forecast, with null for an end that cannot be told."""
 
-    left: int = 0
+    left: Count = 0
     seconds: Seconds = 0.0
     earliest: Seconds = 0.0
     latest: Seconds | None = None
@@ -84,7 +84,7 @@ class Document(Struct, frozen=True, kw_only=True):
     producer: ProducerSnapshot | None = None
     consumer: ConsumerSnapshot | None = None
     rates: Rates = Rates()
-    stalls: dict[str, float] = {}
+    stalls: dict[str, Share] = {}
     """Share of the last minute that was lost, by cause."""
     drifting: list[Drift] = []
     forecast: Outcome | None = None
@@ -202,7 +202,7 @@ def reading(now: ProducerSnapshot) -> Reading:
     return Reading(
         seconds=now.time_seconds,
         prompts=now.prompts,
-        done=now.committed + now.leased + now.spooled + now.rejected,
+        done=now.made,
         samples=now.samples,
         rows=now.tokens,
         captured=now.captured,
@@ -262,8 +262,22 @@ def _outcome(found: Forecast) -> Outcome:
 
 
 def encoded(document: Document) -> bytes:
-    """JSON; numbers that are none or infinite are null."""
-    return msgspec.json.encode(document)
+    """JSON; numbers that are none or infinite are null, bytes that are no text are spelt out."""
+    try:
+        return msgspec.json.encode(document)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_in_utf8(msgspec.to_builtins(document)))
+
+
+def _in_utf8(value: Any) -> Any:
+    match value:
+        case str():
+            return in_utf8(value)
+        case list():
+            return [_in_utf8(one) for one in value]
+        case dict():
+            return {_in_utf8(key): _in_utf8(one) for key, one in value.items()}
+    return value
 
 
 def decoded(text: bytes) -> Document:

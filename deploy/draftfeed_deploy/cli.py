@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import logging
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -118,6 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _producer(arguments: argparse.Namespace, console: Console) -> int:
+    if not arguments.check:
+        _ignore_hangups()
     from draftfeed_deploy import config
     from draftfeed_deploy.producer import run_producer
     from draftfeed_deploy.producer_file import ProducerFile
@@ -128,6 +131,11 @@ def _producer(arguments: argparse.Namespace, console: Console) -> int:
         return _check_producer(loaded, str(arguments.config), console)
     done = run_producer(loaded, arguments.run_dir, console)
     return exits.DONE if done else exits.INTERRUPTED
+
+
+def _ignore_hangups() -> None:
+    """Until the service knows what to do at a SIGHUP, which may be sent to all of them at once."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _check_producer(config: "ProducerConfig", where: str, console: Console) -> int:
@@ -161,15 +169,17 @@ def _replay(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _consumer(arguments: argparse.Namespace, console: Console) -> int:
+    _ignore_hangups()
     from draftfeed_deploy import packages
 
     packages.require_for_consumer()
     config = _consumer_config(arguments)
     if arguments.ranks > 1:
-        from draftfeed_deploy.rank_group import is_rank, run_ranks
+        from draftfeed_deploy.rank_group import end_with_parent, is_rank, run_ranks
 
         if not is_rank():
             return run_ranks(arguments.ranks)
+        end_with_parent()
     from draftfeed_consumer.actions import Attach
     from draftfeed_deploy.consumer import run_consumer
 

@@ -54,7 +54,7 @@ class ConsumerLook:
 def _producer_words(now: ProducerSnapshot, rates: Rates) -> str:
     members = f"{len(now.members)} attached" if now.members else "nobody attached"
     words = [now.phase, f"{_rate(rates)} to members, {members}"]
-    words.append(f"{now.samples} of {now.prompts} prompts, {rates('captured'):.0f} tokens/s")
+    words.append(f"{now.made} of {now.prompts} prompts, {rates('captured'):.0f} tokens/s")
     lag = f"{now.spooled + now.leased} samples not committed"
     if now.oldest_uncommitted_seconds:
         lag += f", the oldest for {now.oldest_uncommitted_seconds:.0f} s"

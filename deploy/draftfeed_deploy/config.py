@@ -17,6 +17,8 @@ Config = TypeVar("Config", bound=msgspec.Struct)
 Table = dict[str, Any]
 _TABLES = {"engine": "producer", "trainer": "consumer"}
 """A table that only that service's file has, and has to have."""
+MOST_BYTES = 1 << 20
+"""Of a file."""
 _type_info = functools.cache(inspect.type_info)
 """It takes as long as all the rest of reading a file."""
 
@@ -62,7 +64,10 @@ def _path(kind: type, value: Any) -> Path:
 def read(path: Path) -> Table:
     try:
         with path.open("rb") as file:
-            return tomllib.load(file)
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ConfigError(str(path), f"has more than {MOST_BYTES} bytes")
+        return tomllib.loads(text.decode())
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +26,14 @@ from draftfeed_deploy.conditions import ConsumerLook
 from draftfeed_deploy.consumer_file import ConsumerFile
 from draftfeed_deploy.drain import Claim, claimed
 from draftfeed_deploy.errors import CommitUnknown, ConfigError
-from draftfeed_deploy.foreground import GentleStop, interrupt, on_signal, open_log, watched
+from draftfeed_deploy.foreground import (
+    GentleStop,
+    interrupt,
+    on_hangup,
+    on_signal,
+    open_log,
+    watched,
+)
 from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.monitor import JsonLines
 from draftfeed_deploy.notify import Condition, Silent, announced
@@ -39,8 +47,11 @@ from draftfeed_proto.sample import Sample
 logger = logging.getLogger(__name__)
 
 STOPPED_BEFORE = "stopped before any producer had granted the stream: nothing was trained"
+FETCHING = "asking producers for the target's files"
 COMMIT_SECONDS = 30.0
 """How long to wait at the end for the producers to confirm the last checkpoint."""
+FAREWELL_SECONDS = 15.0
+"""For the rest of an end: threads, sockets, what is in their queues."""
 
 
 def run_consumer(
@@ -61,6 +72,7 @@ def run_consumer(
     _check(attach, config)
     with ExitStack() as stack:
         stack.enter_context(on_signal(interrupt))
+        stack.enter_context(on_hangup(lambda: logger.info("a consumer has nothing to reload")))
         ranks = Ranks.from_environment()
         if ranks is not None:  # panels would overwrite each other, and lines get mixed up
             run_dir = run_dir and run_dir / f"rank{ranks.rank}"
@@ -73,7 +85,8 @@ def run_consumer(
         status = stack.enter_context(Status(config.status, ranks.rank if ranks else 0))
         streams: list[HiddenStateStream] = []
         look = Look(streams)
-        announcer = stack.enter_context(announced(look)) if leads else Silent()
+        end_seconds = config.trainer.drain_seconds + COMMIT_SECONDS + FAREWELL_SECONDS
+        announcer = stack.enter_context(announced(look, end_seconds)) if leads else Silent()
 
         def drain() -> None:
             announcer.stopping = True
@@ -82,6 +95,7 @@ def run_consumer(
 
         # Before anything can be said of us that makes somebody end us.
         with GentleStop(drain, config.trainer.drain_seconds) as stop, on_signal(stop.begin):
+            status.show(look.pages())
             try:
                 wanted, run = _with_target(config, run, attach, look.fetching(stop))
             except StreamClosed:
@@ -93,7 +107,7 @@ def run_consumer(
             streams.append(stream)
             if stop.asked:
                 stream.drain()
-            status.show(_pages(stream))
+            status.show(_pages(stream, look))
             stack.enter_context(
                 watched(
                     "consumer",
@@ -104,6 +118,9 @@ def run_consumer(
                 )
             )
             _finish(_train(stream, train, run, stop), claim)
+            if not stop.asked:
+                look.done = True
+                status.finished()
 
 
 class Look:
@@ -113,6 +130,8 @@ class Look:
     def __init__(self, streams: list[HiddenStateStream]) -> None:
         self._streams, self._of_stream = streams, ConsumerLook()
         self._turned_at = time.monotonic()
+        self.done = False
+        """All is trained and committed."""
 
     def fetching(self, stop: GentleStop) -> Stopped:
         """Whether that loop is to end; it asks in each of its turns."""
@@ -123,10 +142,36 @@ class Look:
 
         return stopped
 
+    def pages(self) -> Pages:
+        """Until there is a stream."""
+
+        def identity() -> Identity:
+            return Identity(importlib.metadata.version("draftfeed"))
+
+        def snapshot() -> ConsumerSnapshot:
+            return ConsumerSnapshot(
+                time_seconds=round(time.monotonic(), 3),
+                loop_age_seconds=round(self._turn_seconds, 3),
+                samples=0,
+                tokens=0,
+                logical_bytes=0,
+                wire_bytes=0,
+            )
+
+        return Pages(
+            registry(snapshot, identity),
+            lambda: loop_probe("client", self._turn_seconds),
+            lambda: Probe(False, FETCHING),
+            identity,
+        )
+
+    @property
+    def _turn_seconds(self) -> float:
+        return time.monotonic() - self._turned_at
+
     def __call__(self) -> Condition:
         if not self._streams:
-            turn_seconds = time.monotonic() - self._turned_at
-            return Condition("running", "asking producers for the target's files", turn_seconds)
+            return Condition("running", FETCHING, self._turn_seconds)
         stream = self._streams[0]
         turn_seconds = stream.statistics().client.turn_seconds
         return self._of_stream(consumer_snapshot(stream), turn_seconds)
@@ -211,7 +256,7 @@ def _finish(words: str, claim: Claim | None) -> None:
         claim.code, claim.words = exits.DONE, words
 
 
-def _pages(stream: HiddenStateStream) -> Pages:
+def _pages(stream: HiddenStateStream, look: Look) -> Pages:
     def identity() -> Identity:
         return Identity(importlib.metadata.version("draftfeed"), stream.known_descriptor)
 
@@ -222,13 +267,16 @@ def _pages(stream: HiddenStateStream) -> Pages:
         attached = stream.statistics().client.attached
         return Probe(attached, "attached" if attached else "waiting for the producer")
 
-    snapshots = registry(lambda: consumer_snapshot(stream), identity)
-    return Pages(snapshots, healthy, ready, identity)
+    def snapshot() -> ConsumerSnapshot:
+        return structs.replace(consumer_snapshot(stream), done=look.done)
+
+    return Pages(registry(snapshot, identity), healthy, ready, identity)
 
 
 def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
     statistics = stream.statistics()
     client, buffer = statistics.client, statistics.buffer
+    loss = statistics.metrics.get("loss")
     return ConsumerSnapshot(
         time_seconds=round(time.monotonic(), 3),
         attached=client.attached,
@@ -252,7 +300,8 @@ def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
         uncommitted=statistics.uncommitted,
         rejected=statistics.rejected,
         step=statistics.step,
-        loss=statistics.metrics.get("loss"),
+        loss=loss,
+        loss_lost=loss is not None and not math.isfinite(loss),
         stall_seconds={
             "buffer_empty": round(buffer.empty_seconds, 3),
             "link_down": round(client.link_down_seconds, 3),

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +13,23 @@ from draftfeed_deploy.consumer_file import ConsumerFile
 from draftfeed_deploy.doctor_disk import disk
 from draftfeed_deploy.doctor_finding import Finding, fail, ok, warn
 from draftfeed_deploy.doctor_network import can_reach
-from draftfeed_deploy.doctor_producer import status_port
+from draftfeed_deploy.doctor_producer import key_fix, status_port
 from draftfeed_deploy.progress import readable_bytes
 from draftfeed_producer.engines.sglang.memory import available_bytes
 from draftfeed_producer.errors import EngineError
 from draftfeed_proto.errors import KeyFileError
 from draftfeed_proto.keys import local
 
+_RESOLVE = """\
+import sys
+from draftfeed_consumer.errors import TrainerError
+from draftfeed_consumer.trainers import resolve
+try:
+    resolve(sys.argv[1])
+except TrainerError as error:
+    sys.exit(str(error))
+"""
+_RESOLVE_SECONDS = 60.0
 CHECKPOINT_BYTES = 4 << 30
 """A few, of a drafter of several layers with its optimizer."""
 
@@ -41,7 +53,7 @@ def _keys(config: ConsumerFile) -> Finding:
     try:
         client.credentials()
     except KeyFileError as error:
-        return fail("keys", str(error), f"chmod 600 {client.key}; draftfeed keygen")
+        return fail("keys", str(error), key_fix(client.key))
     return ok("keys", f"{client.key} is readable by its owner alone")
 
 
@@ -73,15 +85,28 @@ def _packages(trainer: TrainerConfig) -> Finding:
             fix = "pip install 'draftfeed[specforge]' && pip install --no-deps specforge==0.2.0"
             return fail("trainer", "SpecForge is not installed", fix)
         return ok("trainer", trainer.kind or "specforge")
-    module = trainer.function.partition(":")[0]
+    return _function(trainer.function)
+
+
+def _function(name: str) -> Finding:
+    """Imported as the consumer will, in a process of its own: a module may do anything."""
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        there = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        there = False
-    if not there:
-        fix = "PYTHONPATH=the folder that it is in"
-        return fail("trainer", f"{trainer.function}: there is no module {module}", fix)
-    return ok("trainer", trainer.function)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _RESOLVE, name],
+            env={**os.environ, **paths},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_RESOLVE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        found = f"{name}: not imported within {_RESOLVE_SECONDS:.0f} s"
+        return warn("trainer", found, f"python -X importtime -c 'import {name.partition(':')[0]}'")
+    if done.returncode:
+        why = (done.stderr.strip().splitlines() or ["it ended"])[-1]
+        return fail("trainer", why, "PYTHONPATH=the folder that it is in; its own packages")
+    return ok("trainer", name)
 
 
 def _target(path: Path) -> Finding:

@@ -33,6 +33,8 @@ def disk(
     """needed_bytes: what it may come to hold; have_bytes: of which it has already; floor_bytes:
     what is to stay free."""
     there = existing(directory)
+    if (finding := _no_directory(check, there)) is not None:
+        return finding
     try:
         status = os.statvfs(there)
     except OSError as error:
@@ -52,9 +54,17 @@ def disk(
     return ok(check, found)
 
 
+def _no_directory(check: str, there: Path) -> Finding | None:
+    if there.is_dir():
+        return None
+    return fail(check, f"{there} is a file, and no directory", f"ls -l {there}; choose another")
+
+
 def write_speed(check: str, directory: Path, planned_bytes_per_second: float) -> Finding:
     """Writes, forces to disk, and leaves nothing: the file has no name."""
     there = existing(directory)
+    if (finding := _no_directory(check, there)) is not None:
+        return finding
     try:
         written = write_test(there)
     except OSError as error:
@@ -85,9 +95,9 @@ def write_test(directory: Path) -> Written:
 
 
 def existing(directory: Path) -> Path:
-    """The directory, or the one in which it would be made."""
+    """The directory, the one in which it would be made, or a file that is in its place."""
     absolute = directory.expanduser().absolute()
-    return next(one for one in _upwards(absolute) if one.is_dir())
+    return next(one for one in _upwards(absolute) if os.path.lexists(one))
 
 
 def _upwards(path: Path) -> Iterator[Path]:

@@ -6,7 +6,7 @@ import platform
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from draftfeed_deploy.bench_target_machine import processor
@@ -162,8 +162,18 @@ def _visible() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return names
-    wanted = [one.strip() for one in chosen.split(",") if one.strip()]
-    return [names[int(one)] if one.isdecimal() and int(one) < len(names) else one for one in wanted]
+    return list(_chosen([word.strip() for word in chosen.split(",")], names))
+
+
+def _chosen(words: Iterable[str], names: list[str]) -> Iterator[str]:
+    """By CUDA_VISIBLE_DEVICES. CUDA shows none from the first word on that it does not know."""
+    for word in words:
+        if word.isdecimal() and int(word) < len(names):
+            yield names[int(word)]
+        elif word.startswith(("GPU-", "MIG-")):
+            yield word
+        else:
+            return
 
 
 def _torch_gpus(needed: int) -> Finding:

@@ -40,6 +40,8 @@ def can_listen(check: str, address: Address, fix: str) -> Finding:
     where = f"{address.host}:{address.port}"
     if not address.port:
         return ok(check, f"{address.host}: a port of the system's choice")
+    if address.host in (name for _, name in socket.if_nameindex()):
+        return ok(check, f"{where}: an interface, whose addresses are not tried")
     resolved = _resolved("0.0.0.0" if address.host == "*" else address.host, address.port)
     if not resolved:
         return fail(check, f"{where}: {address.host} is no name here", f"getent hosts; set {fix}")

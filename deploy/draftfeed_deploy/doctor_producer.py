@@ -1,10 +1,13 @@
 """Of a producer's configuration: target, prompts, engine, memory, spool, ports, keys."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import zmq
 
 from draftfeed_deploy import doctor_archive
 from draftfeed_deploy import doctor_machine as machine
@@ -27,7 +30,7 @@ from draftfeed_producer.errors import EngineError, ProducerError
 from draftfeed_producer.listener import ServerConfig
 from draftfeed_producer.target import load_target
 from draftfeed_proto.errors import KeyFileError, ProtoError
-from draftfeed_proto.keys import read_public, read_secret
+from draftfeed_proto.keys import local, read_public, read_secret
 
 PLUGIN = "draftfeed_producer.engines.sglang.plugin:load"
 SHM_BYTES = 1 << 30
@@ -90,6 +93,8 @@ def _target(config: ProducerFile) -> tuple[Finding, int | None]:
 def _prompts(config: ProducerFile) -> Finding:
     try:
         path = Path(config.needed()[1].path).expanduser()
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            return fail("prompts", f"{path} is no file", "ls -l; [prompts] path")
         with path.open("rb") as file:
             line = file.readline(MAX_LINE_BYTES)
     except ProducerError as error:
@@ -98,7 +103,7 @@ def _prompts(config: ProducerFile) -> Finding:
         return fail("prompts", f"{error.filename}: {error.strerror}", "ls -l; [prompts] path")
     try:
         whole = isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = False
     if not whole:
         return fail("prompts", f"{path}: line 1 is no JSON object", "draftfeed prepare --help")
@@ -130,7 +135,7 @@ def _sglang(python: str) -> Finding:
         sglang, draftfeed, plugins = json.loads(done.stdout)
     except OSError as error:
         return fail("sglang", f"{python}: {(error.strerror or '').lower()}", "set [engine] python")
-    except (subprocess.SubprocessError, ValueError):
+    except (subprocess.SubprocessError, ValueError, TypeError):
         return fail("sglang", f"SGLang and draftfeed are not both installed for {python}", fix)
     found = f"SGLang {sglang} with draftfeed {draftfeed}, {python}"
     if PLUGIN not in plugins:
@@ -184,10 +189,17 @@ def _spool(
 
 
 def _ports(server: ServerConfig, status: StatusConfig) -> Iterator[Finding]:
-    address = parsed(server.bind)
-    if address is not None:
-        yield can_listen("port", address, "[server] bind")
+    yield _port(server.bind)
     yield status_port(status)
+
+
+def _port(bind: str) -> Finding:
+    address = parsed(bind)
+    if address is not None:
+        return can_listen("port", address, "[server] bind")
+    if bind.startswith("ipc://"):
+        return ok("port", f"{bind}: not TCP, not tried")
+    return fail("port", f"nobody can connect to {bind}", "[server] bind: tcp://HOST:PORT")
 
 
 def status_port(status: StatusConfig) -> Finding:
@@ -201,7 +213,7 @@ def status_port(status: StatusConfig) -> Finding:
 
 def _keys(server: ServerConfig) -> Iterator[Finding]:
     if server.key is None:
-        if server.insecure:
+        if server.insecure and not local(server.bind):
             yield warn(
                 "keys",
                 f"{server.bind} is open to other machines, without keys",
@@ -211,21 +223,36 @@ def _keys(server: ServerConfig) -> Iterator[Finding]:
             yield ok("keys", "none, and only this machine can connect")
         return
     try:
-        read_secret(server.key.expanduser())
+        read_secret(server.key.expanduser(), zmq.curve_public)
         yield ok("keys", f"{server.key} is readable by its owner alone")
     except KeyFileError as error:
-        yield fail("keys", str(error), f"chmod 600 {server.key}; draftfeed keygen")
+        yield fail("keys", str(error), key_fix(server.key))
     yield _clients(server)
+
+
+def key_fix(key: Path) -> str:
+    """Of a secret that cannot be used."""
+    path = key.expanduser()
+    if os.access(path, os.R_OK) and path.stat().st_mode & 0o077:
+        return f"chmod 600 {key}"
+    if os.access(path.parent, os.R_OK | os.X_OK) and not os.path.lexists(path):
+        return f"draftfeed keygen {key.with_suffix('')}"
+    return f"namei -l {key}; draftfeed keygen makes a new one"
 
 
 def _clients(server: ServerConfig) -> Finding:
     count = 0
     try:
         for path in map(Path.expanduser, server.clients):
+            if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+                return fail("clients", f"{path} cannot be read", f"chmod g+rx {path}; chgrp")
             files = sorted(path.glob(f"*{PUBLIC_SUFFIX}")) if path.is_dir() else [path]
             for file in files:
                 read_public(file)
                 count += 1
+    except OSError as error:
+        found, fix = f"{error.filename}: {error.strerror}", f"namei -l {error.filename}"
+        return fail("clients", found, fix)
     except KeyFileError as error:
         return fail("clients", str(error), "copy the consumer's public file there")
     if not count:

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from statistics import median
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 LEAST_SHARE = 0.6
 """Of what the others do. Samples differ in size, so that equal members differ by a tenth or two
@@ -12,7 +13,7 @@ over a minute."""
 
 class Drift(Struct, frozen=True):
     name: str
-    share: float
+    share: Annotated[float, Meta(ge=0, le=1)]
     """Of the median of the others."""
 
 

@@ -53,9 +53,10 @@ class DemoError(DeployError):
 
 
 class StatusBindError(DeployError):
-    def __init__(self, address: str, reason: str) -> None:
+    def __init__(self, address: str, reason: str, *, absent: bool = False) -> None:
+        """absent: no interface has the address, which may come while a machine boots."""
         super().__init__(f"[status] bind: cannot listen at {address}: {reason.lower()}")
-        self.address, self.reason = address, reason
+        self.address, self.reason, self.absent = address, reason, absent
 
 
 class ServiceUnreachable(DeployError):

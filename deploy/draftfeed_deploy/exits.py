@@ -3,8 +3,9 @@
 0    done, drained, or stopped before it had begun
 1    the run failed: RunFailed, CaptureError, SpoolFull, ChunkError, MalformedMessage, every
      StreamError that is not named below, a ConsumerError that is nothing narrower (the client
-     stopped); a check of the demo that does not hold; and a drafter with which `draftfeed
-     evaluate` decodes something else than the target alone
+     stopped); an address to listen at that no interface has yet; a check of the demo that does
+     not hold; and a drafter with which `draftfeed evaluate` decodes something else than the
+     target alone
 2    wrong configuration or input: StreamRefused, and every other error of ours
 3    Fenced: another process took over the stream. A supervisor that restarts services must not
      restart this one: it would only wait, or take over in its turn
@@ -14,8 +15,8 @@ An error of nobody's is a bug: it has no code, and its traceback is shown.
 """
 
 from draftfeed_consumer.errors import ConsumerError, Fenced, StreamError, StreamRefused
-from draftfeed_deploy.errors import DeployError, RunFailed
-from draftfeed_producer.errors import CaptureError, ProducerError, SpoolFull
+from draftfeed_deploy.errors import DeployError, RunFailed, StatusBindError
+from draftfeed_producer.errors import BindError, CaptureError, ProducerError, SpoolFull
 from draftfeed_proto.errors import ChunkError, MalformedMessage, ProtoError
 
 DONE, FAILED, WRONG_INPUT, FENCED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -37,5 +38,7 @@ def code_of(error: ValueError) -> int | None:
         return FENCED
     if isinstance(error, StreamRefused):
         return WRONG_INPUT
+    if isinstance(error, BindError | StatusBindError) and error.absent:
+        return FAILED
     failed = isinstance(error, _FAILURES) or type(error) is ConsumerError
     return FAILED if failed else WRONG_INPUT

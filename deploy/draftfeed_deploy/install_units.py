@@ -3,24 +3,31 @@
 import argparse
 import hashlib
 import os
+import shutil
+import stat
 import sys
+from collections.abc import Iterator
 from importlib.resources import files as package_files
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
 from rich.console import Console
 
 from draftfeed_deploy import exits
-from draftfeed_deploy.errors import OutputError
+from draftfeed_deploy.errors import ConfigError, OutputError
 
 SYSTEM = Path("etc/systemd/system")
 CONFIG = Path("etc/draftfeed")
 RECORD = CONFIG / ".installed"
 """SHA-256 and path of every file as it was written last."""
+COMMAND = "draftfeed"
 PREFIX = "/opt/draftfeed/bin/"
 """Of the command, as the shipped units have it."""
-HIDDEN = ("/home", "/root", "/run/user")
-"""What ProtectHome= keeps from a service."""
+HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
+"""What ProtectHome= and PrivateTmp= keep from a service."""
+UNFIT = set(" \t\n%$\"'\\")
+"""Characters that mean something else in a unit."""
 FILES = {
     "draftfeed-producer@.service": SYSTEM / "draftfeed-producer@.service",
     "draftfeed-consumer.service": SYSTEM / "draftfeed-consumer.service",
@@ -40,7 +47,8 @@ DIRECTORIES = {CONFIG / "keys": 0o700, CONFIG / "clients": 0o755}
 EPILOG = """\
 A file that you have edited stays as it is. How that is known: etc/draftfeed/.installed has the
 SHA-256 of every file as it was written last; one that differs from that, and from what would be
-written now, is yours. With --force it is replaced, and kept beside as NAME.before.
+written now, is yours, and so is its absence when it was written once. With --force it is replaced,
+and kept beside as NAME.before.
 
 then, on an inference node:
   systemd-sysusers                                        the group draftfeed
@@ -59,7 +67,7 @@ on a training node:
 """
 
 
-Kind: TypeAlias = Literal["write", "update", "unchanged", "keep", "replace"]
+Kind: TypeAlias = Literal["write", "update", "unchanged", "keep", "gone", "replace"]
 
 
 class Change(NamedTuple):
@@ -76,6 +84,7 @@ WORDS = {
     "update": "as it was installed, and older",
     "unchanged": "",
     "keep": "edited: left alone; --force replaces it",
+    "gone": "removed: left alone; --force writes it",
     "replace": "edited: the old one is kept as NAME.before",
 }
 
@@ -112,16 +121,32 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _install(arguments: argparse.Namespace, _: Console) -> int:
     root = arguments.root.expanduser()
     directory = str(arguments.bin.absolute())
+    if UNFIT & set(directory):
+        raise ConfigError("--bin", f"systemd cannot be given the path {directory!r}: choose one")
     changes = planned(root, directory, gpu=not arguments.no_gpu, force=arguments.force)
     for change in changes:
         words = f"{change.kind:<10} {root / change.path}  {WORDS[change.kind]}"
         sys.stdout.write(f"{words.rstrip()}\n")
-    if any(Path(directory).is_relative_to(hidden) for hidden in HIDDEN):
-        warning = f"{directory} is hidden from services (ProtectHome=): install draftfeed elsewhere"
-        sys.stderr.write(f"draftfeed: {warning}, such as /opt/draftfeed, or name it with --bin\n")
+    for warning in _warnings(root, Path(directory), gpu=not arguments.no_gpu):
+        sys.stderr.write(f"draftfeed: {warning}\n")
     if not arguments.dry_run:
         install(root, changes)
     return exits.DONE
+
+
+def _warnings(root: Path, directory: Path, *, gpu: bool) -> Iterator[str]:
+    """What would be installed and is not as it should be."""
+    seen = (directory, directory.resolve())
+    if any(path.is_relative_to(hidden) for path in seen for hidden in HIDDEN):
+        yield (
+            f"{directory} is hidden from services (ProtectHome=, PrivateTmp=): install draftfeed "
+            "elsewhere, such as /opt/draftfeed, or name it with --bin"
+        )
+    elif not (directory / COMMAND).exists():
+        yield f"there is no {directory / COMMAND} yet, which the units start"
+    for path in () if gpu else GPU:
+        if (root / path).exists():
+            yield f"{root / path} is there and opens the sandbox; remove it"
 
 
 def planned(root: Path, directory: str, *, gpu: bool, force: bool) -> list[Change]:
@@ -147,7 +172,7 @@ def _kind(path: Path, content: bytes, installed: str | None, *, force: bool) -> 
     try:
         found = path.read_bytes()
     except FileNotFoundError:
-        return "write"
+        return "write" if installed is None or force else "gone"
     except OSError as error:
         raise OutputError(path, error, "choose another --root") from None
     if found == content:
@@ -162,15 +187,16 @@ def install(root: Path, changes: list[Change]) -> None:
     record = _record(root)
     try:
         for directory, mode in DIRECTORIES.items():
-            (root / directory).mkdir(mode, parents=True, exist_ok=True)
+            _make_directory(root / directory, mode)
         for change in changes:
-            if change.kind == "keep":
+            if change.kind in ("keep", "gone"):
                 continue
             path = root / change.path
+            mode = _mode_of(path)
             if change.kind == "replace":
-                _write(path.with_name(f"{path.name}.before"), path.read_bytes())
+                _keep(path)
             if change.kind != "unchanged":
-                _write(path, change.content)
+                _write(path, change.content, mode)
             record[str(change.path)] = _digest(change.content)
             lines = [f"{digest}  {name}\n" for name, digest in sorted(record.items())]
             _write(root / RECORD, "".join(lines).encode())
@@ -179,15 +205,50 @@ def install(root: Path, changes: list[Change]) -> None:
         raise OutputError(where, error, "run it as root, or choose another --root") from None
 
 
-def _write(path: Path, content: bytes) -> None:
+def _mode_of(path: Path) -> int:
+    """To keep: never one that lets others write. That of a link, to /dev/null of a masked unit, is
+    another file's."""
+    if not os.path.lexists(path) or not stat.S_ISREG(path.lstat().st_mode):
+        return 0o644
+    return path.lstat().st_mode & 0o755
+
+
+def _keep(path: Path) -> None:
+    """Under another name beside its own, which is never without a file."""
+    before = _free_name(path)
+    try:
+        os.link(path, before, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(path, before, follow_symlinks=False)
+
+
+def _free_name(path: Path) -> Path:
+    """NAME.before, or the first of NAME.before.2 and so on that nothing has."""
+    before = path.with_name(f"{path.name}.before")
+    names = chain([before], (before.with_name(f"{before.name}.{n}") for n in count(2)))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _make_directory(path: Path, mode: int = 0o755) -> None:
+    """With that mode if it is new, whatever the umask is: services have to look into it."""
+    if path.is_dir():
+        return
+    _make_directory(path.parent)
+    path.mkdir()
+    path.chmod(mode)
+
+
+def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_directory(path.parent)
     part = path.with_name(f".{path.name}.part")
-    with part.open("wb") as file:
-        os.fchmod(file.fileno(), 0o644)
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        os.fchmod(descriptor, mode)
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(descriptor)
     part.replace(path)
 
 
@@ -198,8 +259,9 @@ def _record(root: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        cause = error if isinstance(error, OSError) else OSError(0, "it is not text")
-        raise OutputError(root / RECORD, cause, "remove it") from None
+        if isinstance(error, UnicodeDecodeError):
+            raise OutputError(root / RECORD, OSError(0, "it is not text"), "remove it") from None
+        raise OutputError(root / RECORD, error, "choose another --root") from None
     pairs = (line.split("  ", 1) for line in text.splitlines() if "  " in line)
     return {name: digest for digest, name in pairs}
 

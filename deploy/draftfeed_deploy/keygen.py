@@ -56,18 +56,26 @@ def _keygen(arguments: argparse.Namespace, _: Console) -> int:
 
 
 def write_pair(name: Path) -> tuple[Path, Path]:
-    """(secret file, public file). Neither replaces one that is there. Raises OutputError."""
+    """(secret file, public file). Neither replaces one that is there; both are written, or none.
+    Raises OutputError."""
+    if not name.name:
+        raise OutputError(name, OSError(0, "it is no name of a file"), "choose another NAME")
     keys = KeyPair(*zmq.curve_keypair())
     secret = name.with_name(f"{name.name}.secret")
     public = name.with_name(f"{name.name}{PUBLIC_SUFFIX}")
+    written: list[Path] = []
     try:
         name.parent.mkdir(parents=True, exist_ok=True)
         for path, mode, is_secret in ((secret, 0o600, True), (public, 0o644, False)):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            written.append(path)
             with open(descriptor, "w") as file:
+                os.fchmod(descriptor, mode)  # whatever the umask is: services have to read it
                 file.write(file_text(keys, secret=is_secret))
                 file.flush()
                 os.fsync(file.fileno())
     except OSError as error:
+        for path in written:
+            path.unlink()
         raise OutputError(Path(error.filename or name), error, "choose another NAME") from None
     return secret, public

@@ -35,6 +35,11 @@ class Identity(NamedTuple):
     """None: not known yet."""
 
 
+def in_utf8(text: str) -> str:
+    """Names of files may have bytes that are no text."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class Snapshots(Collector):
     """One scrape is one snapshot: its figures belong together."""
 
@@ -74,7 +79,9 @@ def _info(service: str, identity: Identity) -> Metric:
             "final": stream.final,
         }
     return InfoMetricFamily(
-        f"draftfeed_{service}", "What runs here, and the stream that it serves or gets.", value
+        f"draftfeed_{service}",
+        "What runs here, and the stream that it serves or gets.",
+        {name: in_utf8(text) for name, text in value.items()},
     )
 
 
@@ -103,7 +110,8 @@ class Row(Generic[S]):
             family.add_metric([], float(found))
             return family
         for key, one in found.items():
-            family.add_metric([key] if isinstance(key, str) else key, float(one))
+            labels = [key] if isinstance(key, str) else key
+            family.add_metric(list(map(in_utf8, labels)), float(one))
         return family
 
 
@@ -247,7 +255,7 @@ _SENT: tuple[Row[ProducerSnapshot], ...] = (
     ),
     _gauge("members", "Ranks that have a session.", lambda now: len(now.members)),
     _gauge("term", "Rises when another consumer takes the stream.", lambda now: now.term),
-    _counter("swaps", "Consumers that took the stream from another.", lambda now: now.swaps),
+    _counter("swaps", "Consumers that took it from one that was attached.", lambda now: now.swaps),
     _counter("commits", "Durable checkpoints of the trainer.", lambda now: now.commits),
     _gauge(
         "commit_age_seconds",
@@ -261,7 +269,8 @@ _SENT: tuple[Row[ProducerSnapshot], ...] = (
     ),
     _counter(
         "stall_seconds",
-        "Time in which something waited, by cause: prompts for the spool (spool_full), samples for "
+        "Time in which something waited, by cause: prompts for the spool (spool_full) or "
+        "for the file of conversations (output_full), samples for "
         "room at a member (no_credit) or for what is under way to one (link_full).",
         lambda now: now.stall_seconds,
         "cause",
@@ -279,7 +288,7 @@ _KEPT: tuple[Row[ProducerSnapshot], ...] = (
     _gauge(
         "spool_paused",
         "1 when no prompts are admitted for want of space.",
-        lambda now: bool(now.alarm) and not now.quality_closed,
+        lambda now: now.spool_paused,
     ),
 )
 _RIGHT: tuple[Row[ProducerSnapshot], ...] = (
@@ -346,6 +355,7 @@ _RECEIVED: tuple[Row[ConsumerSnapshot], ...] = (
     _gauge("attached", "1 when every producer that must be there is.", lambda now: now.attached),
     _gauge("link", "The link to a producer: 1 for its state.", _links, "producer", "state"),
     _gauge("term", "The term in which the stream was granted.", lambda now: now.term),
+    _gauge("done", "1 when it has trained and committed all there is.", lambda now: now.done),
     _gauge("draining", "1 when it is ending with everything committed.", lambda now: now.draining),
     _counter("received_samples", "Samples received whole.", lambda now: now.samples),
     _counter("received_tokens", "Rows of those.", lambda now: now.tokens),
@@ -391,8 +401,8 @@ _TRAINED: tuple[Row[ConsumerSnapshot], ...] = (
     ),
     _counter(
         "stall_seconds",
-        "Time in which the trainer waited for a sample (cause buffer_empty), or a producer was "
-        "not attached that had been (link_down).",
+        "Time in which the trainer waited for a sample, with nothing in the buffer or less than "
+        "the shuffle window (cause buffer_empty), or a producer was away (link_down).",
         lambda now: now.stall_seconds,
         "cause",
     ),

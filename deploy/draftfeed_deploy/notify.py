@@ -19,9 +19,8 @@ SEND_SECONDS = 1.0
 """How long a manager that reads slowly is waited for."""
 EXTEND_SECONDS = 30.0
 """By how much a start or a stop may go on after each word from us."""
-MAX_EXTENDED_SECONDS = 3600.0
-"""A start or a stop that takes longer is not going to end. Engines and drains have limits of their
-own, which are configured; this one is for what hangs in spite of them."""
+MAX_START_SECONDS = 3600.0
+"""A start that takes longer is not going to end."""
 MAX_STATUS_BYTES = 1024
 
 
@@ -69,10 +68,10 @@ class Announcer:
     was last fed.
     """
 
-    def __init__(self, manager: Manager, look: Callable[[], Condition]) -> None:
+    def __init__(self, manager: Manager, look: Callable[[], Condition], end_seconds: float) -> None:
         self.stopping = False
         """Plain: a signal handler may set it, whatever locks its thread holds."""
-        self._manager, self._look = manager, look
+        self._manager, self._look, self._end_seconds = manager, look, end_seconds
         self._stage = "starting"
         self._since = self._fed_at = time.monotonic()
         self._extend_due = 0.0
@@ -133,7 +132,8 @@ class Announcer:
             self._fed_at = now
 
     def _extend(self, now: float) -> None:
-        if self._extend_due <= now < self._since + MAX_EXTENDED_SECONDS:
+        limit_seconds = self._end_seconds if self._stage == "ending" else MAX_START_SECONDS
+        if self._extend_due <= now < self._since + limit_seconds:
             self._extend_due = now + EXTEND_SECONDS / 3
             self._manager.tell(f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1e6:.0f}")
 
@@ -153,13 +153,17 @@ class Silent:
 
 
 @contextmanager
-def announced(look: Callable[[], Condition]) -> Iterator[Announcer | Silent]:
-    """The manager is told how the service is while this is entered; at an error, the error."""
+def announced(look: Callable[[], Condition], end_seconds: float) -> Iterator[Announcer | Silent]:
+    """The manager is told how the service is while this is entered; at an error, the error.
+
+    end_seconds: for how long more time is asked for while it ends. What hangs then, in spite of all
+    limits of its own, is the manager's to kill.
+    """
     manager = Manager.of_environment()
     if manager is None:
         yield Silent()
         return
-    announcer = Announcer(manager, look)
+    announcer = Announcer(manager, look, end_seconds)
     announcer.start()
     words = None
     try:

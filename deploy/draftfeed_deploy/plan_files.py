@@ -16,6 +16,14 @@ Table = dict[str, Any]
 SCENARIOS = Path(str(package_files("draftfeed_deploy").joinpath("scenarios")))
 OWN = ("claims", "title")
 """What a file does not have from those that it extends."""
+WHOLE = (
+    "target.tapped_layers",
+    "hardware.gpus",
+    "layout.replicas",
+    "layout.gpus_per_replica",
+    "layout.batch",
+)
+"""Of these a part is none."""
 MOST_EXTENDED = 8
 """Files that may extend each other; more are a circle."""
 
@@ -101,7 +109,7 @@ def _layers(path: Path) -> list[Layer]:
     chain = [Layer("", path.parent, config.read(path))]
     while (base := chain[0].table.get("extends")) is not None:
         if len(chain) == MOST_EXTENDED:
-            raise ConfigError(str(path), "extends files that extend each other")
+            raise ConfigError(str(path), f"extends more than {MOST_EXTENDED} files, or itself")
         if not isinstance(base, str):
             raise ConfigError(str(path), "extends is not a name")
         inner = _path(base if base in names() else str(chain[0].directory / base))
@@ -171,6 +179,11 @@ def _apply_measured(
 def _check(inputs: Inputs, where: str) -> None:
     """What fields alone do not tell. Raises ConfigError."""
     work = inputs.workload
+    for key in WHOLE:
+        table, name = key.split(".")
+        value = getattr(getattr(inputs, table), name)
+        if value != int(value):
+            raise ConfigError(where, f"{key} is {value:g}, which is no whole number")
     if inputs.target.hidden_size is None:
         raise ConfigError(where, "target.hidden_size is needed, or target.config to read it from")
     if work.longest_tokens < work.prompt_tokens + work.response_tokens:

@@ -20,6 +20,7 @@ from draftfeed_deploy.forecast import (
 from draftfeed_deploy.lengths import deviation
 from draftfeed_deploy.plan import Plan
 from draftfeed_deploy.plan_inputs import Inputs, Measured
+from draftfeed_deploy.plan_measured import same_name, target_name
 from draftfeed_deploy.plan_units import Unit
 from draftfeed_deploy.scrapes import Scrape, scrape
 
@@ -108,8 +109,12 @@ def _check(url: str, found: Scrape) -> None:
 def _running(url: str, first: Scrape, last: Scrape) -> Running:
     phases = last.by(P + "phase", "phase")
     phase = next((name for name, on in phases.items() if on), "")
+    info = last.labels(P[:-1] + "_info")
+    before, now = (one.labels(P[:-1] + "_info").get("stream_id") for one in (first, last))
+    if before and now and before != now:  # unknown while the engine loads
+        raise ServiceUnreachable(url, "another producer answered at the second look")
     outlook = forecast([reading(first), reading(last)])
-    return Running(url, last.labels(P[:-1] + "_info").get("model", ""), phase, first, last, outlook)
+    return Running(url, info.get("model", ""), phase, first, last, outlook)
 
 
 def reading(found: Scrape) -> Reading:
@@ -243,6 +248,20 @@ def deviations(found: Seen, inputs: Inputs, plan: Plan) -> list[Deviation]:
         )
     )
     return [row for row in rows if row.assumed > 0]
+
+
+def doubts(running: Sequence[Running], inputs: Inputs) -> tuple[str, ...]:
+    """Why what they measured may not be the plan's, one line each."""
+    planned = target_name(inputs)
+    models = sorted({one.model for one in running if one.model})
+    if not planned:
+        named = ", ".join(models)
+        return (f"measured with target {named}; the plan names none to compare",) if named else ()
+    return tuple(
+        f"measured with target {model}; the plan's is {planned}"
+        for model in models
+        if not same_name(model, planned)
+    )
 
 
 def capturing_seconds(inputs: Inputs, plan: Plan) -> float:

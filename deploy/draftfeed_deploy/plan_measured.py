@@ -100,8 +100,8 @@ def check_target(benchmark: TargetBenchmark, inputs: Inputs, where: str) -> None
 
 def doubts(benchmark: TargetBenchmark, inputs: Inputs, where: str) -> Iterator[str]:
     """Why its rates may not be the plan's, one line each. inputs: with what was measured."""
-    planned = _target_name(inputs)
-    if planned and benchmark.target.rpartition("/")[2].casefold() != planned.casefold():
+    planned = target_name(inputs)
+    if planned and not same_name(benchmark.target, planned):
         yield f"{where}: measured with target {benchmark.target}; the plan's is {planned}"
     elif not planned and benchmark.hidden_size is None:
         yield f"{where}: measured with target {benchmark.target}; the plan names none to compare"
@@ -123,7 +123,12 @@ def doubts(benchmark: TargetBenchmark, inputs: Inputs, where: str) -> Iterator[s
         )
 
 
-def _target_name(inputs: Inputs) -> str:
+def same_name(target: str, planned: str) -> bool:
+    """target: perhaps with its organisation before it."""
+    return target.rpartition("/")[2].casefold() == planned.casefold()
+
+
+def target_name(inputs: Inputs) -> str:
     """That of the target's directory, or the hub's; "" where the plan names none."""
     config = inputs.target.config
     if config is None:

@@ -133,24 +133,28 @@ def _plan_running(arguments: argparse.Namespace) -> int:
     running = plan_live.watch(urls, arguments.seconds)
     seen = plan_live.seen(running)
     deviations: list[plan_live.Deviation] = []
+    doubts: tuple[str, ...] = ()
     planned = assumed
     if seen is not None and assumed:
         inputs = assumed[0].case.inputs
         deviations = plan_live.deviations(seen, inputs, assumed[0].plan)
         found = plan_live.measured(seen, inputs)
+        doubts = plan_live.doubts(running, inputs)
         planned = [
             plan_outcome.outcome(names[0], arguments.set, arguments.measured, found),
         ]
     if arguments.json:
         report = {
             "running": plan_live_lines.as_json(running, seen, deviations),
+            "doubts": doubts,
             "plans": [plan_outcome.as_json(one) for one in planned],
         }
         say([msgspec.json.format(msgspec.json.encode(report)).decode()])
         return exits.DONE
     say(plan_live_lines.running_lines(running))
     if deviations:
-        say(["", *plan_live_lines.deviation_lines(deviations)])
+        say(["", *(f"  warning  {doubt}" for doubt in doubts)])
+        say(plan_live_lines.deviation_lines(deviations))
     for one in planned if deviations else ():
         say(["", *lines_of(one)])
     return exits.DONE

@@ -12,7 +12,7 @@ from msgspec import Struct
 from rich.console import Console
 
 from draftfeed_deploy.errors import ConfigError, OutputError
-from draftfeed_deploy.prepare_chats import KNOWN, encoded, line_of, without_response
+from draftfeed_deploy.prepare_chats import encoded, left_out, line_of, without_response
 from draftfeed_deploy.prepare_layers import layers_of
 from draftfeed_deploy.prepare_report import FAULTS_KEPT, Fault, Report, distribution
 from draftfeed_deploy.prepare_rows import Row, progressing, rows
@@ -69,12 +69,13 @@ class Preparation:
         to_come = options.sampling.max_new_tokens if options.mode == "live" else 0
         limit = prompt_limit(options.prompts, target.max_positions, to_come)
         tokenizer, vocab_size = target.tokenizer, int(target.text_config.vocab_size)
-        self._reader = LineReader(tokenizer, SWITCH[options.thinking], options.mode, vocab_size)
+        thinking = SWITCH[options.thinking]
+        self._reader = LineReader(tokenizer, thinking, options.mode, vocab_size, limit)
         self._responses = ResponseReader(tokenizer)
         self._gate = QualityGate(options.quality)
         self._seen: dict[bytes, int] = {}
         """By a digest of what a row says, the first that is used or too long."""
-        self._ids: dict[str, int] = {}
+        self._ids: set[str] = set()
         self._prompts, self._masks = array("q"), array("q")
         self._chats = self._refused = 0
         self.report = Report(
@@ -105,7 +106,6 @@ class Preparation:
         if row.value is None:
             self._leave_out(row.number, row.fault)
             return None
-        columns = row.value.keys() - set(KNOWN)
         try:
             prepared = self._prepared(row.number, row.value)
         except LineError as error:
@@ -113,7 +113,7 @@ class Preparation:
             self._judge_template(str(error))
             return None
         if prepared is not None:
-            self._count_columns(columns)
+            self._count_columns(left_out(row.value))
         return prepared
 
     def _count_columns(self, columns: Iterable[str]) -> None:
@@ -135,8 +135,8 @@ class Preparation:
             self._note(number, f"is a duplicate of row {first}")
             return None
         key = f"row-{number}" if key is None else key
-        if (other := self._ids.get(key)) is not None:
-            raise LineError(f'"id" {key!r} is also that of row {other}')
+        if renamed := key in self._ids:  # sets made of parts have them twice, and no row is lost
+            key = f"{key}#{number}"
         line = encoded({"id": key, **table})
         tokens = self._reader.tokens(self._reader.parse(line))
         self._seen[digest] = number
@@ -144,7 +144,8 @@ class Preparation:
             self.report.over_long += 1
             self._note(number, f"{length} tokens, the limit is {self.report.max_tokens}")
             return None
-        self._ids[key] = number
+        self._ids.add(key)
+        self.report.renamed += renamed
         ended = table.get("finish_reason", "stop")
         return Prepared(line, tokens, "tools" in table, cut, ended)
 

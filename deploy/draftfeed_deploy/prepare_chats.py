@@ -21,6 +21,7 @@ ROLES = {
     "system": "system",
     "developer": "developer",
     "tool": "tool",
+    "function": "tool",
     "observation": "tool",
     "function_response": "tool",
     "function_call": "assistant",
@@ -31,6 +32,9 @@ CALLS = ("function_call", "tool_call")
 """Whose text is a call as JSON."""
 AS_IT_IS = ("prompt", "response", "prompt_ids", "response_ids", "finish_reason")
 MESSAGE_KEYS = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Of a message, what was thought, as one or the other calls it."""
+TURN_KEYS = ("from", "value")
 KNOWN = ("id", "sample", "messages", "conversations", "tools", "system", *AS_IT_IS)
 
 Table = dict[str, Any]
@@ -40,6 +44,8 @@ def line_of(row: Table) -> Table:
     """A line of a prompt file, not checked yet; other columns are left out. Raises LineError."""
     line: Table = {key: row[key] for key in AS_IT_IS if row.get(key) is not None}
     if row.get("id") is not None:
+        if not isinstance(row["id"], str | int | float):
+            raise LineError('"id" is neither text nor a number')
         line["id"] = str(row["id"])
     if row.get("messages") is not None:
         line["messages"] = [_message(one, row) for one in _list(row["messages"], "messages")]
@@ -50,6 +56,21 @@ def line_of(row: Table) -> Table:
     if tools:
         line["tools"] = tools
     return line
+
+
+def left_out(row: Table) -> set[str]:
+    """What the line has not of a row, such as "lang" or "messages[].weight"."""
+    names = row.keys() - set(KNOWN)
+    for column, known in (
+        ("messages", {*MESSAGE_KEYS, *REASONING, "function_call"}),
+        ("conversations", set(TURN_KEYS)),
+    ):
+        turns = row.get(column)
+        for turn in _list(turns, column) if turns is not None else ():
+            names |= {f"{column}[].{key}" for key, value in turn.items() if value is not None} - {
+                f"{column}[].{key}" for key in known
+            }
+    return names
 
 
 def without_response(line: Table) -> tuple[Table, bool]:
@@ -93,6 +114,11 @@ def _message(turn: Any, row: Table) -> Table:
     if "from" in turn:
         return _turn(turn)
     message = {key: turn[key] for key in MESSAGE_KEYS if turn.get(key) is not None}
+    thought = next((turn[key] for key in REASONING if turn.get(key)), None)
+    if thought is not None:
+        message["reasoning_content"] = thought
+    if turn.get("function_call") and not message.get("tool_calls"):
+        message["tool_calls"] = [turn["function_call"]]
     role = message.get("role")
     if isinstance(role, str):
         message["role"] = ROLES.get(role, role)

@@ -90,7 +90,8 @@ def _examine(
     progress: Progressing,
 ) -> Findings:
     vocab_size = int(target.text_config.vocab_size)
-    reader = LineReader(target.tokenizer, SWITCH[thinking], "prefill", vocab_size)
+    switch, longest = SWITCH[thinking], target.max_positions
+    reader = LineReader(target.tokenizer, switch, "prefill", vocab_size, longest)
     responses = ResponseReader(target.tokenizer)
     gate, repeated, sums = QualityGate(config), _Repeated(), []
     found = Findings(source=str(path), faults=[], degenerate={})

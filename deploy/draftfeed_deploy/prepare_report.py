@@ -49,6 +49,8 @@ class Report(Struct, kw_only=True):
     rows: int = 0
     written: int = 0
     duplicates: int = 0
+    renamed: int = 0
+    """Rows whose id another row has: theirs is followed by # and the row's number."""
     over_long: int = 0
     broken: int = 0
     faults: list[Fault] = []
@@ -116,6 +118,8 @@ def lines_of(report: Report) -> Iterator[str]:
         yield f"    row {fault.row}: {fault.reason}"
     if (more := report.broken + report.duplicates + report.over_long - FAULTS_SHOWN) > 0:
         yield f"    and {more:,} more"
+    if report.renamed:
+        yield f"  renamed    {report.renamed:,} rows with an id that another row has: ID#ROW"
     if report.columns_left_out:
         yield f"  columns left out   {', '.join(report.columns_left_out)}"
     if report.responses_cut:

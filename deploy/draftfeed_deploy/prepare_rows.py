@@ -1,5 +1,6 @@
 """Rows of a JSONL or Parquet file, one at a time, broken ones by their number."""
 
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,8 @@ def _json_rows(path: Path) -> Iterator[Row]:
             number = 0
             while raw := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
+                if number == 1:
+                    raw = raw.removeprefix(codecs.BOM_UTF8)
                 if len(raw) > MAX_LINE_BYTES:
                     _skip_line(file, raw)
                     yield Row(number, None, f"is longer than {MAX_LINE_BYTES} bytes", len(raw))
@@ -56,8 +59,9 @@ def _skip_line(file: Any, raw: bytes) -> None:
 def _json_row(number: int, raw: bytes) -> Row:
     try:
         return Row(number, msgspec.json.decode(raw, type=dict[str, Any]))
-    except msgspec.ValidationError:
-        return Row(number, None, "is not a JSON object")
+    except msgspec.ValidationError as error:
+        is_object = raw.lstrip().startswith(b"{")  # then it is a number beyond all bounds
+        return Row(number, None, str(error) if is_object else "is not a JSON object")
     except (msgspec.DecodeError, RecursionError) as error:
         return Row(number, None, f"is not JSON: {error}")
 
@@ -85,20 +89,21 @@ def _parquet_row(number: int, one: Any, size: int) -> Row:
     """one: a record batch of that row alone."""
     try:
         (value,) = one.to_pylist()
+        return Row(number, plain(value), "", size)
     except UnicodeDecodeError:
         return Row(number, None, "has text that is not UTF-8", size)
     except (ValueError, OverflowError) as error:  # a time that Python has not
         return Row(number, None, f"cannot be read: {error}", size)
-    return Row(number, without_nulls(value), "", size)
 
 
-def without_nulls(value: Any) -> Any:
-    """Parquet gives every struct all fields that any row has."""
+def plain(value: Any) -> Any:
+    """As JSON would have it. Parquet gives every struct all fields that any row has, and many who
+    write it leave out that a column of bytes is text. Raises UnicodeDecodeError."""
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+        return {key: plain(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [without_nulls(inner) for inner in value]
-    return value
+        return [plain(inner) for inner in value]
+    return value.decode() if isinstance(value, bytes) else value
 
 
 def progressing(path: Path, console: Console, what: str) -> Progressing:

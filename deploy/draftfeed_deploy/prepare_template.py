@@ -74,6 +74,8 @@ def _mask(
         return mask, "the template invents a thinking block in the response"
     if ANSWER not in mask:
         return mask, "the template drops the answer"
+    if not mask.rstrip().endswith(tuple(tokenizer.all_special_tokens)):
+        return mask, "the template writes no end token behind the answer"
     return mask, ""
 
 

@@ -183,4 +183,4 @@ def _write_reports(report: "Report", out: Path) -> None:
         try:
             path.write_bytes(content)
         except OSError as error:
-            raise OutputError(path, error, "choose another OUT") from None
+            raise OutputError(path, error, f"{out} is whole, and has no report") from None

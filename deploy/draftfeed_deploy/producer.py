@@ -28,6 +28,9 @@ from draftfeed_proto.sample import Sample
 
 logger = logging.getLogger(__name__)
 
+END_SECONDS = 600.0
+"""A forward pass over the longest prompts, the engine's processes, and a slow disk."""
+
 
 class Generated:
     """Sees every sample before it is encoded; writes a line about each when there is a log."""
@@ -79,7 +82,7 @@ def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -
             return producer_snapshot(statistics, generated, seconds, service.descriptor)
 
         look = ProducerLook(snapshot, lambda: _turn_seconds(service))
-        announcer = stack.enter_context(announced(look))
+        announcer = stack.enter_context(announced(look, END_SECONDS))
 
         def stop() -> None:
             announcer.stopping = True
@@ -91,7 +94,10 @@ def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -
         stack.enter_context(watched("producer", snapshot, run_dir, console, status.board))
         stack.callback(_write_tombstones, service, run_dir)
         service.run()
-        return _done(service.statistics())
+        done = _done(service.statistics())
+        if done:
+            status.finished()
+        return done
 
 
 def _pages(service: ProducerService, snapshot: Callable[[], ProducerSnapshot]) -> Pages:
@@ -163,7 +169,8 @@ def producer_snapshot(
         spool_bytes=spool.bytes if spool else 0,
         spool_quota_bytes=spool.quota_bytes if spool else 0,
         spool_capacity_bytes=spool.capacity_bytes if spool else 0,
-        alarm=statistics.closed_because or (spool.alarm if spool else ""),
+        spool_paused=bool(spool and spool.alarm),
+        alarm="; ".join(filter(None, _alarms(statistics))),
         term=server.term if server else 0,
         members=list(server.members) if server else [],
         leased=server.leased if server else 0,
@@ -186,6 +193,7 @@ def producer_snapshot(
         loop_age_seconds=round(server.turn_seconds, 3) if server else 0.0,
         stall_seconds={
             "spool_full": round(statistics.spool_full_seconds, 3),
+            "output_full": round(statistics.output_full_seconds, 3),
             **{cause: round(seconds, 3) for cause, seconds in figures.wait_seconds},
         },
         layers=layer_names(stream),
@@ -216,3 +224,8 @@ def _record(sample: Sample) -> GeneratedSample:
         finish_reason=sample.finish_reason,
         time_seconds=round(time.monotonic(), 3),
     )
+
+
+def _alarms(statistics: ProducerStatistics) -> tuple[str, ...]:
+    spool = statistics.spool
+    return statistics.closed_because, spool.alarm if spool else "", statistics.output_alarm

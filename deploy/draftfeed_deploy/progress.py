@@ -109,7 +109,7 @@ def _producer_rows(now: ProducerSnapshot, rates: Rates) -> list[Row]:
     again = f" ({now.regenerated} made again)" if now.regenerated else ""
     return [
         ("phase", now.phase, None),
-        ("samples", f"{now.samples} of {now.prompts}{again}", (now.samples, now.prompts)),
+        ("samples", f"{now.made} of {now.prompts}{again}", (now.made, now.prompts)),
         ("capture", f"{rates('captured'):.1f} tokens/s", None),
         ("members", _members(now), None),
         ("stream", _stream(now, rates), None),

@@ -5,12 +5,14 @@ has replaced. A service manager has to tell these apart, so here the first fault
 its exit code is ours; whoever starts services starts this one again.
 """
 
+import ctypes
 import logging
 import os
 import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
@@ -25,12 +27,20 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 30
 """For the others to end, when one has."""
+ABORT_SECONDS = 2.0
+PR_SET_PDEATHSIG = 1
 AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
 
 
 def is_rank() -> bool:
     """Whether this process was started by torchrun, or by us."""
     return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def end_with_parent() -> None:
+    """For a rank: SIGTERM when whoever started it is gone. Its session is its own, so nothing else
+    would tell it, and it would train on beside its successors."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_ranks(count: int) -> int:
@@ -54,8 +64,8 @@ class _Group:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # It says that signals do not reach it in a thread; they reach us.
         logging.getLogger(AGENT_LOG).setLevel(logging.ERROR)
-        kinds = (signal.SIGTERM, signal.SIGINT)
-        before = {kind: signal.signal(kind, self._ask) for kind in kinds}
+        acts = {signal.SIGTERM: self._ask, signal.SIGINT: self._ask, signal.SIGABRT: _abort}
+        before = {kind: signal.signal(kind, act) for kind, act in acts.items()}
         try:
             agent = threading.Thread(target=self._launch, name="ranks", daemon=True)
             agent.start()
@@ -114,6 +124,17 @@ def code_of_ranks(codes: Iterable[int]) -> int:
     without the rest, or one that was told to end because another had failed."""
     found = set(codes)
     return next((code for code in (exits.FENCED, exits.WRONG_INPUT) if code in found), exits.FAILED)
+
+
+def _abort(number: int, frame: FrameType | None) -> None:
+    """The watchdog's: it is the ranks that hang, and say where (PYTHONFAULTHANDLER)."""
+    for pid in _children():
+        os.kill(pid, signal.SIGABRT)
+    until = time.monotonic() + ABORT_SECONDS
+    while _children() and time.monotonic() < until:
+        time.sleep(POLL_SECONDS)
+    signal.signal(signal.SIGABRT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGABRT)
 
 
 def _children() -> list[int]:

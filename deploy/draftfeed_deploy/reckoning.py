@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 import msgspec
+import zmq
 
 from draftfeed_deploy import config as configuration
 from draftfeed_deploy.accounts import Source, ask, read_spool
@@ -110,7 +111,7 @@ def audit_of(
     """
     config = configuration.load(path, ProducerFile, overrides)
     prompts = prompt_list(config)
-    keys = read_secret(config.server.key) if config.server.key else None
+    keys = read_secret(config.server.key, zmq.curve_public) if config.server.key else None
     source = ask(address or config.server.bind, timeout_seconds, keys)
     if source is None:
         source = read_spool(config.spool.dir, prompts.ids)
@@ -217,7 +218,7 @@ def lines_of(audit: Audit) -> list[str]:
 
 
 def _table(audit: ProducerAudit) -> list[str]:
-    state = f"running, {len(audit.members)} attached" if audit.running else "not running"
+    state = f"running, {len(audit.members)} attached" if audit.running else "it does not answer"
     group = f", group {audit.group}, term {audit.term}" if audit.group else ""
     rows: list[tuple[str, object]] = [
         ("prompts in the file", f"{audit.prompts:,}  (shards {audit.shards} of {audit.dataset})"),

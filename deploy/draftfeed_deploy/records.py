@@ -9,6 +9,10 @@ from typing import Annotated
 
 import msgspec
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""Bounds are for readers: what is shown must be a figure that can be shown."""
+
 
 class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `producer/stats.jsonl`: counters since the process began, levels now.
@@ -16,129 +20,141 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     Lists have one entry a layer.
     """
 
-    time_seconds: float
+    time_seconds: Seconds
     """Monotonic: since the machine started in the file, since the first snapshot in a report."""
     phase: str = ""
     """loading, generating, delivering or done"""
-    prompts: int = 0
-    samples: int
-    tokens: int
+    prompts: Count = 0
+    samples: Count
+    tokens: Count
     """Tokens fed to the target in those, which is the number of their rows."""
-    captured: int = 0
+    captured: Count = 0
     """Rows captured, of samples still being generated too."""
-    recaptured: int = 0
+    recaptured: Count = 0
     """Samples that lacked rows and were made again."""
-    response_tokens: int = 0
-    response_lengths: list[int] = []
+    response_tokens: Count = 0
+    response_lengths: list[Count] = []
     """Those samples by the tokens of their response: up to 1, 2, 4 ..., and more."""
-    generating_seconds: float = 0.0
+    generating_seconds: Seconds = 0.0
     """Time in which the engine was there and prompts were left; pauses are in it."""
-    logical_bytes: int
+    logical_bytes: Count
     """Hidden states alone, as the target made them: tokens x layers x hidden size x 2."""
-    encoded_bytes: int = 0
+    encoded_bytes: Count = 0
     """The same samples as chunks, with their token ids and masks."""
-    wire_bytes: int
+    wire_bytes: Count
     """Everything handed to the socket: chunks, messages, what was sent again."""
-    spool_bytes: int = 0
-    spool_quota_bytes: int = 0
-    spool_capacity_bytes: int = 0
+    spool_bytes: Count = 0
+    spool_quota_bytes: Count = 0
+    spool_capacity_bytes: Count = 0
     """To what the spool can grow, by its quota or the disk, whichever ends first."""
+    spool_paused: bool = False
+    """For want of space."""
     alarm: str = ""
     """Why no prompts are admitted; empty while they are."""
-    term: int = 0
+    term: Count = 0
     """Rises when another consumer takes the stream."""
     members: list[str] = []
     """Ranks that have a session."""
-    leased: int = 0
-    spooled: int = 0
+    leased: Count = 0
+    spooled: Count = 0
     """In the spool, and nobody has them."""
-    committed: int = 0
-    rejected: int = 0
+    committed: Count = 0
+    rejected: Count = 0
     """Ended untrained, in whatever state."""
-    ended: dict[str, int] = {}
+    ended: dict[str, Count] = {}
     """Those by state: rejected, quarantined, tail."""
-    regenerated: int = 0
+    regenerated: Count = 0
     """Samples made again because the first record was damaged or lost."""
-    quality_window: int = 0
+    quality_window: Count = 0
     """Finished samples that the quality gate looks at."""
-    quality_degenerate: int = 0
+    quality_degenerate: Count = 0
     """Of those."""
     quality_closed: bool = False
-    oldest_uncommitted_seconds: float = 0.0
+    oldest_uncommitted_seconds: Seconds = 0.0
     """Age of the oldest sample that is not terminal."""
-    commit_age_seconds: float = 0.0
+    commit_age_seconds: Seconds = 0.0
     """Since the last commit, or since the start."""
-    commits: int = 0
-    swaps: int = 0
-    """Consumers that were granted the stream, but for the first."""
-    sent_bytes: dict[str, int] = {}
+    commits: Count = 0
+    swaps: Count = 0
+    """Consumers that took the stream from one that was attached, with --takeover."""
+    sent_bytes: dict[str, Count] = {}
     """By member."""
-    sent_logical_bytes: dict[str, int] = {}
+    sent_logical_bytes: dict[str, Count] = {}
     """By member: the hidden states in those."""
-    credit_bytes: dict[str, int] = {}
+    credit_bytes: dict[str, Count] = {}
     """By member: encoded, what it may be sent and was not."""
-    asset_bytes: int = 0
+    asset_bytes: Count = 0
     """Of the target's files, sent; not among the wire bytes."""
-    loop_age_seconds: float = 0.0
+    loop_age_seconds: Seconds = 0.0
     """Since the loop that moves data last came round."""
-    stall_seconds: dict[str, float] = {}
+    stall_seconds: dict[str, Seconds] = {}
     layers: list[str] = []
     """Which the lists below are of: layer ids, and "final" for the final state."""
-    nonfinite: list[int] | None = None
-    saturated: list[int] = []
-    inexact: list[int] = []
-    zero_rows: list[int] | None = None
-    replayed: int = 0
+    nonfinite: list[Count] | None = None
+    saturated: list[Count] = []
+    inexact: list[Count] = []
+    zero_rows: list[Count] | None = None
+    replayed: Count = 0
     """Samples served out of the archive, or once more out of the spool."""
-    archive_bytes: int = 0
-    archive_quota_bytes: int = 0
+    archive_bytes: Count = 0
+    archive_quota_bytes: Count = 0
     """0: what the drives hold, or there is no archive."""
-    archive_segments: int = 0
-    archive_samples: int = 0
+    archive_segments: Count = 0
+    archive_samples: Count = 0
     """Prompts of which the archive has a sample."""
-    archive_missed: int = 0
+    archive_missed: Count = 0
     """Samples that were not archived."""
     archive_alarm: str = ""
     """Why nothing is archived at the moment; empty when it is not so."""
+
+    @property
+    def made(self) -> int:
+        """Prompts that need not be generated any more, those of earlier processes included."""
+        return self.committed + self.leased + self.spooled + self.rejected
 
 
 class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One line of `consumer/stats.jsonl`: counters since the process began, levels now."""
 
-    time_seconds: float
+    time_seconds: Seconds
     """Monotonic: since the machine started in the file, since the first snapshot in a report."""
     attached: bool = False
-    term: int = 0
+    term: Count = 0
     producers: dict[str, str] = {}
     """Address -> "down", "linked", "fenced", "granted", "open", "done" or "out"."""
     draining: bool = False
-    samples: int
-    tokens: int
-    logical_bytes: int
+    samples: Count
+    tokens: Count
+    logical_bytes: Count
     """Hidden states alone, as the target made them: tokens x layers x hidden size x 2."""
-    encoded_bytes: int = 0
+    encoded_bytes: Count = 0
     """Chunks received, those of a sample that came again included."""
-    wire_bytes: int
-    buffer_bytes: int = 0
-    buffer_capacity_bytes: int = 0
-    received_bytes: dict[str, int] = {}
+    wire_bytes: Count
+    buffer_bytes: Count = 0
+    buffer_capacity_bytes: Count = 0
+    received_bytes: dict[str, Count] = {}
     """By producer."""
-    received_logical_bytes: dict[str, int] = {}
+    received_logical_bytes: dict[str, Count] = {}
     """By producer: the hidden states of whole samples."""
-    due_bytes: dict[str, int] = {}
+    due_bytes: dict[str, Count] = {}
     """By producer: decoded, asked for and not here yet."""
-    loop_age_seconds: float = 0.0
+    loop_age_seconds: Seconds = 0.0
     """Since the loop that moves data last came round."""
-    offered: dict[str, int] = {}
+    offered: dict[str, Count] = {}
     """Samples that a producer has ready and there is no room for."""
-    held: int = 0
-    trained: int = 0
-    uncommitted: int = 0
+    held: Count = 0
+    trained: Count = 0
+    uncommitted: Count = 0
     """Trained, and in no durable checkpoint."""
-    rejected: int = 0
-    step: int = 0
+    rejected: Count = 0
+    step: Count = 0
     loss: float | None = None
-    stall_seconds: dict[str, float] = {}
+    """None, too, in JSON, when it is no number."""
+    done: bool = False
+    """It has ended because there was nothing left to train."""
+    loss_lost: bool = False
+    """It is no number any more."""
+    stall_seconds: dict[str, Seconds] = {}
 
 
 class GeneratedSample(msgspec.Struct, frozen=True, kw_only=True):

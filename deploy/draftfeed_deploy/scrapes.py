@@ -1,12 +1,14 @@
 """Asking a running service over HTTP: its metrics by name, or any other page of it."""
 
 import math
+import socket
+import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Mapping
-from http.client import HTTPException, HTTPMessage
-from typing import IO, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,25 +20,6 @@ MOST_BYTES = 4 << 20
 """Of an answer."""
 READ_BYTES = 1 << 16
 Labels = tuple[tuple[str, str], ...]
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Who answers must be who was asked."""
-
-    def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: HTTPMessage,
-        newurl: str,
-    ) -> None:
-        return None
-
-
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect())
-"""Services are in our own network: no proxy in between."""
 
 
 def base_url(text: str) -> str:
@@ -57,35 +40,73 @@ def base_url(text: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
+def no_answer(timeout_seconds: float) -> str:
+    """The reason of an error."""
+    return f"no answer within {timeout_seconds:g} s"
+
+
 def fetch(url: str, timeout_seconds: float = TIMEOUT_SECONDS) -> bytes:
-    """The body of what is there, in all within the time. Raises ServiceUnreachable."""
+    """The body of what is there, in all within the time. Asks nobody in between, and follows no
+    redirection: who answers must be who was asked. Raises ServiceUnreachable."""
     deadline = time.monotonic() + timeout_seconds
     try:
-        with _OPENER.open(url, timeout=timeout_seconds) as answer:
-            body = bytearray()
-            while part := answer.read1(READ_BYTES):
-                body += part
-                if len(body) > MOST_BYTES:
-                    raise ServiceUnreachable(url, f"its answer has more than {MOST_BYTES} bytes")
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-            return bytes(body)
-    except urllib.error.HTTPError as error:
-        error.close()
-        raise ServiceUnreachable(url, f"answers with {error.code}") from None
-    except TimeoutError:
-        raise ServiceUnreachable(url, f"no answer within {timeout_seconds:g} s") from None
+        with closing(_connection(url, timeout_seconds)) as connection:
+            connection.connect()
+            with _cut_off(connection.sock, deadline):
+                body = _body(url, connection)
+            if time.monotonic() >= deadline:  # it looks like the end of what is sent
+                raise TimeoutError
+            return body
     except UnicodeError:  # a host with a part that is empty or too long, a path beyond ASCII
         raise ServiceUnreachable(url, "is not an address that can be asked") from None
     except (OSError, HTTPException) as error:
-        raise ServiceUnreachable(url, _words(error)) from None
+        late = isinstance(error, TimeoutError) or time.monotonic() >= deadline
+        reason = no_answer(timeout_seconds) if late else _words(error)
+        raise ServiceUnreachable(url, reason) from None
+
+
+def _connection(url: str, timeout_seconds: float) -> HTTPConnection:
+    """Raises UnicodeError."""
+    parts = urlsplit(url)
+    parts.path.encode("ascii")
+    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+    return kind(parts.hostname or "", parts.port, timeout=timeout_seconds)
+
+
+@contextmanager
+def _cut_off(connected: socket.socket, deadline: float) -> Iterator[None]:
+    """At the deadline, in the middle of whatever it is: the timeout of a socket is for each of its
+    parts, and some servers send a byte at a time."""
+
+    def cut() -> None:
+        with suppress(OSError):
+            connected.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _body(url: str, connection: HTTPConnection) -> bytes:
+    parts = urlsplit(url)
+    connection.request("GET", parts.path + (f"?{parts.query}" if parts.query else "") or "/")
+    answer = connection.getresponse()
+    if answer.status != HTTPStatus.OK:
+        raise ServiceUnreachable(url, f"answers with {answer.status}")
+    body = bytearray()
+    while part := answer.read1(READ_BYTES):
+        body += part
+        if len(body) > MOST_BYTES:
+            raise ServiceUnreachable(url, f"its answer has more than {MOST_BYTES} bytes")
+    return bytes(body)
 
 
 def _words(error: Exception) -> str:
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, TimeoutError):
-        return "no answer in time"
-    words = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(words.split())[:200].lower()
 
 
@@ -129,4 +150,13 @@ def _values(text: str) -> Iterable[tuple[tuple[str, Labels], float]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if math.isfinite(sample.value):
-                yield (sample.name, tuple(sorted(sample.labels.items()))), sample.value
+                yield (sample.name, _labels(sample.labels)), sample.value
+
+
+def _labels(found: Mapping[str, str]) -> Labels:
+    """They are shown in terminals, where a stranger's escapes would be obeyed."""
+    return tuple(sorted((name, printable(value)) for name, value in found.items()))
+
+
+def printable(text: str) -> str:
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -182,10 +182,12 @@ def _take(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def say(lines: Iterable[str]) -> None:
-    """Whoever has read enough of it, as `head` does, may go."""
+    """Whoever has read enough of it, as `head` does, may go. What a log cannot hold, such as cron's
+    in ASCII, is a question mark."""
+    encoding = sys.stdout.encoding or "utf-8"
     try:
         for line in lines:
-            sys.stdout.write(line + "\n")
+            sys.stdout.write(line.encode(encoding, "replace").decode(encoding) + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         # Python would write the rest at its end, and complain.

@@ -4,12 +4,15 @@
 Read-only, without secrets. It listens on loopback unless it is told otherwise.
 """
 
+import errno
 import importlib.metadata
 import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any, NamedTuple
@@ -36,8 +39,15 @@ HUNG_SECONDS = 30.0
 STALE_SECONDS = 10.0
 """Figures are looked at twice a second."""
 REQUEST_SECONDS = 5.0
+"""For all of one, question and answer."""
+PATIENCE_SECONDS = 1.0
+"""Longer ones end when somebody else waits."""
+LAST_SECONDS = 30.0
+"""For whoever reads the metrics to read them once more; less than a watchdog waits."""
+SLACK_SECONDS = 1.0
 MAX_REQUESTS = 16
 """At a time; whoever comes then is turned away."""
+BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 
 
 class StatusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,6 +115,7 @@ def _is_loopback(host: str) -> bool:
 
 
 TEXT, HTML, JSON = "text/plain; charset=utf-8", "text/html; charset=utf-8", "application/json"
+REBOUND = Answer(421, TEXT, b"no service of that name is here\n")
 
 
 def _probe(probe: Probe) -> Answer:
@@ -144,8 +155,17 @@ class Status:
         if self._server is not None:
             self._server.pages = pages
 
+    def finished(self) -> None:
+        """The service has done all that there was to do, and its metrics say so: whoever reads them
+        regularly is given the time to see it. Otherwise it would seem to have died."""
+        if self._server is not None:
+            self._server.finished = True
+
     def __exit__(self, *exception: object) -> None:
         if self._server is not None:
+            if self._server.finished:
+                with suppress(KeyboardInterrupt):
+                    self._server.readings.await_one()
             logging.getLogger().removeHandler(self._log)
             self._server.shutdown()
             self._server.server_close()
@@ -169,8 +189,11 @@ def _bind(host: str, port: int) -> "_Server":
     try:
         return _Server(host, port)
     except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise StatusBindError(f"{_bracketed(host)}:{port}", reason or str(error)) from None
+        number, reason = 0, str(error)
+        if isinstance(error, OSError):
+            number, reason = error.errno or 0, error.strerror or reason
+        absent = number == errno.EADDRNOTAVAIL
+        raise StatusBindError(f"{_bracketed(host)}:{port}", reason, absent=absent) from None
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -185,9 +208,38 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+class Readings:
+    """When the metrics were read."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._times: list[float] = []
+        """The last two."""
+        self._count = 0
+
+    def add(self) -> None:
+        with self._changed:
+            self._times = [*self._times[-1:], time.monotonic()]
+            self._count += 1
+            self._changed.notify_all()
+
+    def await_one(self) -> None:
+        """The next one, if there is somebody who reads them regularly."""
+        with self._changed:
+            before, now = self._count, time.monotonic()
+            if len(self._times) < 2:
+                return
+            first, last = self._times
+            due = last + 2 * (last - first) + SLACK_SECONDS
+            self._changed.wait_for(
+                lambda: self._count > before, min(LAST_SECONDS, max(0.0, due - now))
+            )
+
+
 class _Server(ThreadingMixIn, HTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 64
 
     def __init__(self, host: str, port: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -196,9 +248,26 @@ class _Server(ThreadingMixIn, HTTPServer):
         )
         self.board, self.log = Board(), RecentLog()
         self._free = threading.BoundedSemaphore(MAX_REQUESTS)
+        self.readings, self.finished = Readings(), False
+        self._failed = False
+        """A page could not be made, which is said once."""
+        self._lock = threading.Lock()
+        self._begun: dict[socket.socket, float] = {}
+        """When each request did, the oldest first."""
         super().__init__((host, port), _Handler)
 
     def answer(self, path: str) -> Answer:
+        try:
+            return self._answer(path)
+        except Exception:
+            if not self._failed:
+                logger.exception("%r cannot be shown", path)
+            self._failed = True
+            return Answer(
+                500, TEXT, b"this page cannot be shown; the service's log has the reason\n"
+            )
+
+    def _answer(self, path: str) -> Answer:
         match path.partition("?")[0]:
             case "/":
                 return Answer(200, HTML, *page())
@@ -209,23 +278,48 @@ class _Server(ThreadingMixIn, HTTPServer):
     def _document(self) -> bytes:
         healthy, ready = self.pages.healthy(), self.pages.ready()
         document = self.board.document(self.pages.identity(), self.log.lines())
-        fresh = _fresh(document.age_seconds)
+        fresh = _fresh(0.0 if self.finished else document.age_seconds)
         said = next((probe for probe in (healthy, fresh) if not probe.ok), ready)
         return encoded(
             replace(document, healthy=healthy.ok, ready=ready.ok and fresh.ok, state=said.words)
         )
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
+        if not (self._free.acquire(blocking=False) or self._room_by_force()):
+            with suppress(OSError):
+                request.setblocking(False)
+                request.send(BUSY)
             self.shutdown_request(request)
             return
+        with self._lock:
+            self._begun[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            with self._lock:
+                del self._begun[request]
             self._free.release()
+
+    def service_actions(self) -> None:
+        """Twice a second: a socket's own timeout begins anew with every byte."""
+        self._end_older_than(REQUEST_SECONDS)
+
+    def _room_by_force(self) -> bool:
+        """Ours take milliseconds: who takes longer sends, or reads, a byte at a time."""
+        return self._end_older_than(PATIENCE_SECONDS) and self._free.acquire(timeout=0.2)
+
+    def _end_older_than(self, seconds: float) -> bool:
+        """Whether there were such requests."""
+        before = time.monotonic() - seconds
+        with self._lock:
+            slow = [request for request, begun in self._begun.items() if begun < before]
+        for request in slow:
+            with suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+        return bool(slow)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Somebody hung up, or sent nonsense."""
@@ -245,10 +339,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         assert isinstance(self.server, _Server)
-        if self._rebound():
-            answer = Answer(421, TEXT, b"no service of that name is here\n")
+        try:
+            rebound = self._rebound()
+        except ValueError:
+            answer = Answer(400, TEXT, b"that is no host\n")
         else:
-            answer = self.server.answer(self.path)
+            answer = REBOUND if rebound else self.server.answer(self.path)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.kind)
         self.send_header("Content-Length", str(len(answer.body)))
@@ -259,10 +355,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if body:
             self.wfile.write(answer.body)
+            if self.path.partition("?")[0] == "/metrics":
+                self.server.readings.add()
 
     def _rebound(self) -> bool:
         """Whether a page from elsewhere asks in the name of whoever looks at it: a name of its own
-        that leads to our loopback address."""
+        that leads to our loopback address. Raises ValueError when it is no name."""
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or "localhost"
         host_port: Any = self.server.server_address
         return _is_loopback(str(host_port[0])) and host != "localhost" and not _is_loopback(host)

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from draftfeed_deploy.top_view import picture
+from draftfeed_deploy.top_view import LEAST_WIDTH, picture
 from draftfeed_deploy.top_watch import Watch
 
 DRAW_SECONDS = 1.0
@@ -40,7 +40,10 @@ class Picture(Static):
 
 class Top(App[None]):
     TITLE = "draftfeed top"
-    CSS = "Picture { width: 100%; text-wrap: nowrap; } VerticalScroll { scrollbar-size: 0 0; }"
+    CSS = (
+        f"Picture {{ width: 100%; min-width: {LEAST_WIDTH}; text-wrap: nowrap; }} "
+        "VerticalScroll { scrollbar-size: 0 0; overflow-x: auto; }"
+    )
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q,ctrl+c", "quit", "quit")]
 

@@ -4,6 +4,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
+from typing import NamedTuple
 
 from rich.cells import set_cell_size
 from rich.text import Text
@@ -13,11 +14,12 @@ from draftfeed_deploy.drift import drifting
 from draftfeed_deploy.forecast import Forecast, Outlook, TooEarly, together
 from draftfeed_deploy.forecast_words import outlook_words
 from draftfeed_deploy.plan_units import show
-from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot
+from draftfeed_deploy.records import ConsumerSnapshot
 from draftfeed_deploy.status import STALE_SECONDS
 from draftfeed_deploy.top_watch import Service, totals
 
 LEAST_WIDTH = 60
+"""On a narrower terminal the right end is out of sight: wrapped, nothing could be read."""
 GRAPH_ROWS = 3
 HEADS = 20
 """Columns beside a graph."""
@@ -36,10 +38,12 @@ HEAD, DIM, BAD, WARNING = "bold", "grey62", "bold red", "yellow"
 LOGICAL, WIRE, TOKENS = "bright_blue", "green", "cyan"
 NAME, STATE = 20, 11
 CELLS = (16, 9, 10, 7, 7)
+PRODUCER = ("made", "tokens/s", "wire/s", "spool", "leased")
+CONSUMER = ("trained", "tokens/s", "wire/s", "buffer", "held")
 
 
 def picture(services: Sequence[Service], width: int, now: float) -> list[Text]:
-    """now: Unix time. No line is wider than `width` cells."""
+    """now: Unix time. No line is wider than `width` cells, or LEAST_WIDTH if that is more."""
     width = max(width, LEAST_WIDTH)
     return [line for part in _parts(services, width, now) for line in part]
 
@@ -52,8 +56,9 @@ def _parts(services: Sequence[Service], width: int, now: float) -> Iterator[Iter
     here = [one.document for one in services if one.document and one.gone_since is None]
     yield _forecast_lines(services, width, now)
     yield _graphs(here, width)
-    yield _producers(services, width, now)
-    yield _consumers(services, width, now)
+    yield _table(services, "producer", PRODUCER, _producer, width, now)
+    yield _strangers(services, width, now)
+    yield _table(services, "consumer", CONSUMER, _consumer, width, now)
     yield _waiting(services, width)
     yield _drifts(services, width)
     yield _alarms(services, width)
@@ -159,80 +164,79 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
 
 
-def _producers(services: Sequence[Service], width: int, now: float) -> Iterator[Text]:
-    found = [one for one in services if _kind(one) == "producer"]
-    if found:
-        yield _row(width, HEAD, "producer", "", "made", "tokens/s", "wire/s", "spool", "leased")
-    for one in found:
-        document = one.document
-        assert document is not None
-        if document.producer is not None:
-            yield from _producer(one, document, document.producer, width, now)
-    yield from _strangers(services, width, now)
+class Seen(NamedTuple):
+    """What is shown of a service: a row of a table, and a line below it."""
+
+    state: str
+    figures: tuple[str, ...]
+    words: str
+    style: str
 
 
-def _producer(
-    one: Service, document: Document, state: ProducerSnapshot, width: int, now: float
+def _table(
+    services: Sequence[Service],
+    kind: str,
+    heads: tuple[str, ...],
+    look: Callable[[Document], Seen | None],
+    width: int,
+    now: float,
 ) -> Iterator[Text]:
-    made = state.committed + state.leased + state.spooled + state.rejected
-    yield _row(
-        width,
-        _style(one),
-        one.name,
-        _state(one, document.state),
-        f"{made:,}/{state.prompts:,}",
+    found = [(one, one.document) for one in services if one.document and _kind(one) == kind]
+    if found:
+        yield _row(width, HEAD, kind, "", *heads)
+    for one, document in found:
+        if (seen := look(document)) is None:
+            continue
+        yield _row(width, _style(one), one.name, _state(one, seen.state), *seen.figures)
+        if one.gone_since is not None:
+            yield from _gone(one, width, now)
+            continue
+        yield from _unwell(document, width)
+        yield Text(_fit(seen.words, width), seen.style)
+
+
+def _producer(document: Document) -> Seen | None:
+    state = document.producer
+    if state is None:
+        return None
+    figures = (
+        f"{state.made:,}/{state.prompts:,}",
         f"{_recent(document.rates.tokens):,.0f}",
         _bytes(_recent(document.rates.wire_bytes)),
         _share(state.spool_bytes, state.spool_quota_bytes),
         f"{state.leased:,}",
     )
-    if one.gone_since is not None:
-        yield from _gone(one, width, now)
-        return
-    yield from _unwell(document, width)
     names = " ".join(state.members[:MEMBERS_SHOWN])
     members = f"members {names}" if state.members else "no members"
-    age = _seconds(state.commit_age_seconds)
-    yield Text(
-        _fit(f"  term {state.term}, commit {age} ago, {members}", width),
-        DIM if state.members else WARNING,
-    )
+    words = f"  term {state.term}, commit {_seconds(state.commit_age_seconds)} ago, {members}"
+    return Seen(document.state, figures, words, DIM if state.members else WARNING)
 
 
-def _consumers(services: Sequence[Service], width: int, now: float) -> Iterator[Text]:
-    found = [one for one in services if _kind(one) == "consumer"]
-    if found:
-        yield _row(width, HEAD, "consumer", "", "trained", "tokens/s", "wire/s", "buffer", "held")
-    for one in found:
-        document = one.document
-        assert document is not None
-        if document.consumer is not None:
-            yield from _consumer(one, document, document.consumer, width, now)
-
-
-def _consumer(
-    one: Service, document: Document, state: ConsumerSnapshot, width: int, now: float
-) -> Iterator[Text]:
-    yield _row(
-        width,
-        _style(one),
-        one.name,
-        _state(one, _attached(state)),
+def _consumer(document: Document) -> Seen | None:
+    state = document.consumer
+    if state is None:
+        return None
+    figures = (
         f"{state.trained:,}",
         f"{_recent(document.rates.tokens):,.0f}",
         _bytes(_recent(document.rates.wire_bytes)),
         _share(state.buffer_bytes, state.buffer_capacity_bytes),
         f"{state.held:,}",
     )
-    if one.gone_since is not None:
-        yield from _gone(one, width, now)
-        return
-    yield from _unwell(document, width)
-    loss = "" if state.loss is None else f", loss {state.loss:.3f}"
     away = [f"{name} {link}" for name, link in state.producers.items() if link not in LINKED]
-    links = f"; {', '.join(away)}" if away else ""
-    words = f"  term {state.term}, step {state.step:,}{loss}, {state.uncommitted:,} uncommitted"
-    yield Text(_fit(words + links, width), WARNING if away else DIM)
+    words = f"  term {state.term}, step {state.step:,}{_loss(state)}, "
+    words += f"{state.uncommitted:,} uncommitted"
+    words += f"; {', '.join(away)}" if away else ""
+    style = BAD if state.loss_lost else WARNING if away else DIM
+    return Seen(_attached(state), figures, words, style)
+
+
+def _loss(state: ConsumerSnapshot) -> str:
+    if state.loss_lost:
+        return ", loss is no number"
+    if state.loss is None:
+        return ""
+    return f", loss {state.loss:.3f}" if abs(state.loss) < 1e6 else f", loss {state.loss:.2e}"
 
 
 def _attached(state: ConsumerSnapshot) -> str:

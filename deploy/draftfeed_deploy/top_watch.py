@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from draftfeed_deploy.board import Document, decoded
 from draftfeed_deploy.errors import ServiceUnreachable
-from draftfeed_deploy.scrapes import fetch
+from draftfeed_deploy.scrapes import fetch, no_answer
 from draftfeed_deploy.status import FIRST_PORT, PORTS
 
 ASK_SECONDS = 2.0
@@ -21,6 +21,7 @@ EVERY_SECONDS = 1.0
 FIRST_SECONDS = 10.0
 POLL_SECONDS = 0.02
 MOST_SERVICES = 100
+"""As many as ports are looked at."""
 
 
 class Service(NamedTuple):
@@ -71,11 +72,13 @@ class Watch:
         while time.monotonic() < deadline and not all(map(_known, self.services())):
             self._over.wait(POLL_SECONDS)
 
-    def _start(self, act: Callable[..., None], *arguments: str) -> None:
-        threading.Thread(target=act, args=arguments, name="top", daemon=True).start()
+    def _start(self, act: Callable[..., None], *arguments: str) -> threading.Thread:
+        thread = threading.Thread(target=act, args=arguments, name="top", daemon=True)
+        thread.start()
+        return thread
 
     def _ask(self, url: str) -> None:
-        service = Service(url)
+        service = self._services[url]
         while not self._over.is_set():
             service = asked(service)
             with self._lock:
@@ -85,24 +88,29 @@ class Watch:
     def _search(self) -> None:
         while not self._over.is_set():
             known = {service.url for service in self.services()}
-            for url in open_ports():
-                if url not in known and len(known) < MOST_SERVICES and _is_service(url):
-                    known.add(url)
-                    with self._lock:
-                        self._services[url] = Service(url)
-                    self._start(self._ask, url)
+            fresh = [url for url in open_ports() if url not in known]
+            for thread in [self._start(self._consider, url) for url in fresh]:
+                thread.join()  # each has its limit of time, and they are asked together
             self._searched.set()
             self._over.wait(SEARCH_SECONDS)
+
+    def _consider(self, url: str) -> None:
+        """Shown from now on, if it is a service, or one that hangs, for all that can be seen."""
+        service = asked(Service(url))
+        if not (_is_service(service) or service.why == no_answer(ASK_SECONDS)):
+            return
+        with self._lock:
+            self._services[url] = service
+        self._start(self._ask, url)
 
 
 def _known(service: Service) -> bool:
     return service.document is not None or service.gone_since is not None
 
 
-def _is_service(url: str) -> bool:
+def _is_service(service: Service) -> bool:
     """And not somebody else's, who has taken a port of that range."""
-    document = asked(Service(url)).document
-    return document is not None and bool(document.version)
+    return service.document is not None and bool(service.document.version)
 
 
 def open_ports() -> list[str]:

@@ -210,8 +210,9 @@ WAITS = Row(
     (
         Panel(
             "Producers wait",
-            "Share of time. spool_full: generation pauses, for want of space. no_credit: samples "
-            "are there and the trainer has no room. link_full: it has, and the link takes no more.",
+            "Share of time. spool_full, output_full: generation pauses, for want of space in "
+            "the spool, or for conversations. no_credit: samples are there and the trainer has "
+            "no room. link_full: it has, and the link takes no more.",
             (
                 Query(
                     "rate(draftfeed_producer_stall_seconds_total@[$__rate_interval])",
@@ -223,7 +224,8 @@ WAITS = Row(
         ),
         Panel(
             "Trainers wait",
-            "Share of time. buffer_empty: no sample was there. link_down: a producer was away.",
+            "Share of time. buffer_empty: no sample was there, or too few to shuffle. link_down: a "
+            "producer was away.",
             (
                 Query(
                     "rate(draftfeed_consumer_stall_seconds_total@[$__rate_interval])",

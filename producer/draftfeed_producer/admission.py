@@ -21,6 +21,20 @@ logger = logging.getLogger(__name__)
 WAIT_SECONDS = 0.5
 
 
+class _Prompts(Iterator[Prompt]):
+    """Other iterators stay at their end. Engines ask again while they run, and what could not be
+    given before may be there then."""
+
+    def __init__(self, prompt_now: Callable[[], Prompt | None]) -> None:
+        self._prompt_now = prompt_now
+
+    def __next__(self) -> Prompt:
+        prompt = self._prompt_now()
+        if prompt is None:
+            raise StopIteration
+        return prompt
+
+
 class Admission:
     """Gives out every owned prompt that is not finished, once, while the spool has room.
 
@@ -51,29 +65,37 @@ class Admission:
         self._lost: Iterator[SampleId] | None = None
         """Of the epoch. None: there are none, or they are the fresh ones by now."""
         self._again: deque[SampleId] = deque()
-        self._begun = IdSet()
-        """Given out, and neither stored nor given up yet."""
+        self._begun: dict[SampleId, int] = {}
+        """Given out, and neither stored nor given up yet, and how many were before each."""
+        self._given = 0
         self._alarm = ""
         self.full_seconds = 0.0
         """Time in which the spool had no room."""
+        self.output_full_seconds = 0.0
+        """Time in which what is written beside the stream had none."""
         self._begin_epoch()
 
     def prompts_now(self) -> Iterator[Prompt]:
-        """Until nothing is left that may be generated now; then it may be called again, which goes
-        on when what was given out is finished."""
-        while not self._enough_begun and (id := self._next()) is not None:
-            self.wait(self._spool.wait_for_space)
-            if self._stopped.is_set() or self._server.failure is not None or self.closed:
-                return
-            prompt = self._prompt(id)
-            if prompt is not None:
-                self._begun.add(id)
-                yield prompt
+        """Ends when nothing may be generated now, and goes on when it is asked later, or called
+        again."""
+        return _Prompts(self._prompt_now)
 
     def finished(self, sample: Sample) -> None:
         """Before it is stored, which it is, whatever the gate says of it."""
         if self._gate is not None:
-            self._gate.look_at(sample, running=max(0, len(self._begun) - 1))
+            self._gate.look_at(sample, self._begun.get(sample.id, self._given))
+
+    def _prompt_now(self) -> Prompt | None:
+        while not self._enough_begun and (id := self._next()) is not None:
+            self.wait(self._spool.wait_for_space)
+            if self._stopped.is_set() or self._server.failure is not None or self.closed:
+                return None
+            prompt = self._prompt(id)
+            if prompt is not None:
+                self._begun[id] = self._given
+                self._given += 1
+                return prompt
+        return None
 
     @property
     def _enough_begun(self) -> bool:
@@ -95,7 +117,7 @@ class Admission:
 
     def stored(self, id: SampleId) -> None:
         """Or given up."""
-        self._begun.discard(id)
+        self._begun.pop(id, None)
 
     @property
     def ready(self) -> bool:
@@ -135,9 +157,10 @@ class Admission:
         self._fresh = iter(ids - lost)
         self._lost = iter(lost) if lost else None
 
-    def wait(self, done: Callable[[float], bool]) -> None:
+    def wait(self, done: Callable[[float], bool], *, for_output: bool = False) -> None:
         """Until done, or stopped, or the server has failed; all but the first try is counted as a
-        stall. `done` is given the seconds it may take to find out."""
+        stall, of the spool or of the output. `done` is given the seconds it may take to find
+        out."""
         if done(0.0):
             self._tell_alarm()
             return
@@ -147,7 +170,10 @@ class Admission:
             self._tell_alarm()
             waiting = not done(WAIT_SECONDS)
             now = time.monotonic()
-            self.full_seconds += now - since  # seen while it lasts
+            if for_output:  # seen while it lasts
+                self.output_full_seconds += now - since
+            else:
+                self.full_seconds += now - since
             since = now
         self._tell_alarm()
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def stale(sender: bytes, message: m.Message, term: int) -> list[Action]:
     """Whoever still speaks in a session that is over must hear that it is."""
-    logger.info("%s of a session that is over", type(message).__name__)
+    logger.debug("%s of a session that is over", type(message).__name__)
     if isinstance(message, m.Bye) or not isinstance(message, m.InSession):
         return []
     if message.term < term:

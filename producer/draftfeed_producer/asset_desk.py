@@ -26,7 +26,11 @@ MAX_ALL_REQUESTS = 64
 MAX_UNSENT_PIECES = 2
 """Of one peer: what ZeroMQ holds for it until the network has taken it."""
 MAX_ALL_UNSENT_PIECES = 32
-"""128 MiB."""
+"""128 MiB. Of those who take what they asked for."""
+MAX_PEERS = 64
+"""That wait for anything or have not taken it: 512 MiB, if none of them reads."""
+SLOW_SECONDS = 5.0
+"""Who has taken nothing for so long is no reason for others to wait."""
 STALL_SECONDS = 60.0
 """A peer that takes nothing for so long is not waited for."""
 
@@ -55,6 +59,9 @@ class _Peer:
             self.moved_at = now
         if now - self.moved_at > STALL_SECONDS:
             self.requests.clear()
+
+    def slow(self, now: float) -> bool:
+        return now - self.moved_at > SLOW_SECONDS
 
     @property
     def idle(self) -> bool:
@@ -116,8 +123,12 @@ class AssetDesk:
         if file is None or message.offset + message.bytes > file.bytes:
             what = f"{message.bytes} bytes from {message.offset} on of {message.name!r}"
             return m.Refused(code="asset", reason=f"there are no {what} here")
-        waiting = sum(len(peer.requests) for peer in self._peers.values())
+        self._look(now)
+        waiting = sum(len(peer.requests) for peer in self._brisk(now))
         peer = self._peers.get(sender) or _Peer(now)
+        if sender not in self._peers and len(self._peers) >= MAX_PEERS:
+            reason = f"{MAX_PEERS} others are being served; ask again"
+            return m.Refused(code="busy", reason=reason)
         if len(peer.requests) >= MAX_REQUESTS or waiting >= MAX_ALL_REQUESTS:
             reason = f"{len(peer.requests)} requests of yours wait, of {waiting}; ask again"
             return m.Refused(code="busy", reason=reason)
@@ -149,11 +160,8 @@ class AssetDesk:
 
     def _begin(self, now: float) -> None:
         """Have the first request read whose peer has room for it."""
-        for sender, peer in list(self._peers.items()):
-            peer.look(now)
-            if peer.idle:
-                del self._peers[sender]
-        out = sum(len(peer.unsent) + peer.reading for peer in self._peers.values())
+        self._look(now)
+        out = sum(len(peer.unsent) + peer.reading for peer in self._brisk(now))
         if out >= MAX_ALL_UNSENT_PIECES:
             return
         for sender, peer in self._peers.items():
@@ -163,6 +171,15 @@ class AssetDesk:
                 self._jobs.put((sender, peer.requests.popleft()))
                 self._peers[sender] = self._peers.pop(sender)  # the others come first now
                 return
+
+    def _look(self, now: float) -> None:
+        for sender, peer in list(self._peers.items()):
+            peer.look(now)
+            if peer.idle:
+                del self._peers[sender]
+
+    def _brisk(self, now: float) -> list[_Peer]:
+        return [peer for peer in self._peers.values() if not peer.slow(now)]
 
     # the thread
 

@@ -10,7 +10,9 @@ epoch, whose prompts may be called the same, is never taken for this one.
 import fcntl
 import logging
 import os
+import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +43,8 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     conversations: str | None = None
     """File for finished conversations, as JSON lines; appended to. None: no such file."""
     form: Literal["messages", "ids"] = "messages"
-    """messages: as the prompt was, with the response as text. ids: tokens, exactly as they were
-    generated."""
+    """messages: as the prompt was, with the response as text, but for lines that prefill mode would
+    refuse so. ids: tokens, exactly as they were generated."""
 
 
 class Writer:
@@ -61,23 +63,28 @@ class Writer:
         the prompt file was changed."""
         prompt = msgspec.json.decode(self._file.raw(id.ordinal))
         mask = loss_mask.astype(bool)
-        line: Table = {"id": self._file.key(id.ordinal), "sample": str(id)}
-        line["finish_reason"] = finish_reason
-        if self._ids_only or "prompt_ids" in prompt:
-            line["prompt_ids"] = input_ids[~mask].tolist()
-            line["response_ids"] = input_ids[mask].tolist()
-        else:
-            line |= self._with_text(prompt, input_ids[mask])
-        return msgspec.json.encode(line) + b"\n"
+        about: Table = {"id": self._file.key(id.ordinal), "sample": str(id)}
+        about["finish_reason"] = finish_reason
+        if not self._ids_only and "prompt_ids" not in prompt:
+            line = _encoded(about | self._with_text(prompt, input_ids[mask]))
+            if self._file.takes(line):
+                return line
+        ids = {"prompt_ids": input_ids[~mask].tolist(), "response_ids": input_ids[mask].tolist()}
+        return _encoded(about | ids)
 
     def _with_text(self, prompt: Table, response: np.ndarray) -> Table:
-        if len(response) and int(response[-1]) in self._ends:
+        """A chat template writes the end token itself, behind a plain prompt nobody does."""
+        if "messages" in prompt and len(response) and int(response[-1]) in self._ends:
             response = response[:-1]
         text: str = self._tokenizer.decode(response, skip_special_tokens=False)
         if "prompt" in prompt:
             return {"prompt": prompt["prompt"], "response": text}
         kept = {key: prompt[key] for key in ("tools",) if prompt.get(key) is not None}
         return {**kept, "messages": [*prompt["messages"], _answer(text)]}
+
+
+def _encoded(line: Table) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
 
 
 def _answer(text: str) -> Table:
@@ -95,7 +102,7 @@ class Conversations:
 
     def __init__(self, path: Path, writer: Writer) -> None:
         """Raises OutputFileError when it cannot be opened, or another process writes it."""
-        self._path, self._writer = path, writer
+        self._path, self._writer = path.resolve(), writer  # a link stays one when it is replaced
         self._written = IdSet()
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -160,7 +167,11 @@ class Conversations:
     def _copy_whole(self, part: Path, spool: Spool, ids: IdSet) -> int:
         """Lines that the copy has not. Raises OutputFileError."""
         dropped = 0
+        status = os.fstat(self._fd)
         with part.open("wb") as kept:
+            os.fchmod(kept.fileno(), stat.S_IMODE(status.st_mode))
+            with suppress(PermissionError):  # then it is this user's
+                os.fchown(kept.fileno(), status.st_uid, status.st_gid)
             for number, line in enumerate(self._lines(), start=1):
                 id = self._sample(line, number, spool, ids)
                 if id is None or id in self._written or not spool.finished(id):

@@ -232,7 +232,7 @@ class Delivery:
         reason = f"term {term.term} was granted to another process of group {term.group!r}"
         refused = m.Refused(code=code, reason=reason, term=term.term)
         stored = StoreTerm(
-            term.term, term.group, term.incarnation, term.members, fence.takeover and bool(before)
+            term.term, term.group, term.incarnation, term.members, fence.takeover and bool(over)
         )
         return [stored, *self._suspect(suspects), *(Send(sender, refused) for sender in over)]
 

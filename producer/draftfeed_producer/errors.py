@@ -97,12 +97,13 @@ class TapLayoutError(ProducerError):
 
 
 class BindError(ProducerError):
-    def __init__(self, address: str, reason: str) -> None:
+    def __init__(self, address: str, reason: str, *, absent: bool = False) -> None:
+        """absent: no interface has the address, which may come while a machine boots."""
         super().__init__(
             f"cannot listen on {address}: {reason}; choose another [server] bind, of the form "
             '"tcp://ADDRESS:PORT"'
         )
-        self.address, self.reason = address, reason
+        self.address, self.reason, self.absent = address, reason, absent
 
 
 class OutputFileError(ProducerError):

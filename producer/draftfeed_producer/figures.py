@@ -28,7 +28,7 @@ class DeliveryFigures(NamedTuple):
     """Since the last commit, or since the start."""
     commits: int = 0
     swaps: int = 0
-    """Consumers that took the stream from another, with --takeover."""
+    """Consumers that took the stream from one that was attached, with --takeover."""
     sent_bytes: tuple[tuple[str, int], ...] = ()
     """By member, frames handed to ZeroMQ."""
     sent_logical_bytes: tuple[tuple[str, int], ...] = ()

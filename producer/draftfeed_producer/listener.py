@@ -1,5 +1,6 @@
 """The socket that consumers connect to, and its configuration."""
 
+import errno
 from pathlib import Path
 
 import msgspec
@@ -8,12 +9,14 @@ import zmq
 from draftfeed_producer.access import Access
 from draftfeed_producer.errors import BindError
 from draftfeed_proto.errors import KeyFileError
-from draftfeed_proto.keys import local
+from draftfeed_proto.keys import check_port, is_ipv6, local
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MESSAGES = 8
 """Only a backstop: it counts messages, not bytes. Credits bound the bytes."""
 HIGH_WATER_REQUESTS = 64
+UNREAD_MS = 60_000
+"""Who reads nothing for so long is cut off: what lies here for him is memory."""
 LINGER_MS = 2_000
 KEEPALIVE_SECONDS = 10
 KEEPALIVE_PROBES = 3
@@ -43,6 +46,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"quarantine_after_terms is {self.quarantine_after_terms}, it must be at least 1"
             )
+        check_port(self.bind)
         self._check_access()
 
     def _check_access(self) -> None:
@@ -77,7 +81,9 @@ class Listener:
             (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS),
             (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS),
             (zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES),
+            (zmq.TCP_MAXRT, UNREAD_MS),
             (zmq.LINGER, LINGER_MS),
+            (zmq.IPV6, is_ipv6(config.bind)),
         ):
             self.socket.setsockopt(option, value)
         if self.access is not None:
@@ -86,7 +92,8 @@ class Listener:
             self.socket.bind(config.bind)
         except zmq.ZMQError as error:
             self.close()
-            raise BindError(config.bind, str(error).lower()) from error
+            absent = error.errno == errno.EADDRNOTAVAIL
+            raise BindError(config.bind, str(error).lower(), absent=absent) from error
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:

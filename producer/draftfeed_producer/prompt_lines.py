@@ -1,18 +1,22 @@
 """One line of a prompt file: what it may say, and the tokens it becomes."""
 
+import itertools
+import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 
 from draftfeed_producer.errors import LineError
+from draftfeed_producer.rendered import THINK, THOUGHT, says_calls, says_response
 from draftfeed_proto.limits import MAX_NAME_CHARS
 
 CaptureMode = Literal["live", "prefill"]
 
 _GIVE_IDS = 'give "prompt_ids" and "response_ids"'
 _SHOWN = 40
-_THINK, _THOUGHT = "<think>", "</think>"
+_CALLED = "called_"
+"""How functions are called to see whether a template writes them."""
 
 
 class _Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,10 +104,21 @@ class LineReader:
     """
 
     def __init__(
-        self, tokenizer: Any, thinking: bool | None, mode: CaptureMode, vocab_size: int
+        self,
+        tokenizer: Any,
+        thinking: bool | None,
+        mode: CaptureMode,
+        vocab_size: int,
+        max_tokens: int | None = None,
     ) -> None:
+        """max_tokens: text that must be longer is not tokenised, which would take memory."""
         self._tokenizer, self._mode, self._vocab_size = tokenizer, mode, vocab_size
         self._options = {} if thinking is None else {"enable_thinking": thinking}
+        self._max_tokens = max_tokens
+        self._most_chars = math.inf if max_tokens is None else max_tokens * _longest(tokenizer)
+        self._marks = _marks(tokenizer)
+        self._takes_tools: bool | None = None
+        """Whether the chat template does. None: not tried yet."""
 
     def parse(self, raw: bytes) -> Line:
         """Raises LineError."""
@@ -149,37 +164,82 @@ class LineReader:
         return Tokens(_array(prompt), None if response is None else _array(response))
 
     def _from_text(self, text: str, response: str | None) -> Tokens:
-        prompt = self._tokenizer(text)["input_ids"]
+        prompt = self._ids(text)
         if response is None:
             return Tokens(_array(prompt), None)
-        return _divided(prompt, self._tokenizer(text + response)["input_ids"])
+        return _divided(prompt, self._ids(text + response))
 
     def _from_chat(self, line: Line) -> Tokens:
         assert line.messages is not None
         if not line.has_response:
-            text = self._render(line, line.messages, ask=True)
-            return Tokens(_array(self._rendered_ids(text)), None)
+            return Tokens(_array(self._rendered_ids(self._asked(line, line.messages))), None)
         if len(line.messages) == 1:
             raise LineError("the only message is the assistant's: a prompt comes before it")
-        prompt = self._render(line, line.messages[:-1], ask=True)
-        whole = self._without_trailer(self._render(line, line.messages, ask=False))
-        _check_rendered(prompt, whole, line.messages[-1])
+        *before, answer = line.messages
+        prompt = self._asked(line, before)
+        whole = self._without_trailer(self._render(line.messages, line.tools, ask=False))
+        _check_rendered(prompt, whole, answer, self._marks)
+        if line.finish_reason == "length":  # the target did not come to the end that is written
+            whole = prompt + self._without_end(whole[len(prompt) :])
         return _divided(self._rendered_ids(prompt), self._rendered_ids(whole))
 
+    def _asked(self, line: Line, messages: list[_Message]) -> str:
+        """The prompt of these messages. Raises LineError when something is not in it."""
+        prompt = self._render(messages, line.tools, ask=True)
+        if line.tools and self._takes_tools is None:
+            self._takes_tools = self._render(messages, None, ask=True) != prompt
+        if line.tools and not self._takes_tools:
+            raise LineError(f"the chat template leaves `tools` out: do so, too, or {_GIVE_IDS}")
+        calls = [call for message in messages for call in message.tool_calls or ()]
+        if calls and not (says_calls(prompt, calls) and self._writes_calls(line, messages)):
+            raise LineError(f"the chat template leaves earlier tool calls out; {_GIVE_IDS}")
+        return prompt
+
+    def _writes_calls(self, line: Line, messages: list[_Message]) -> bool:
+        """Whether calls are where the messages have them: their words may be in the list of tools
+        and in the question."""
+        names = (f"{_CALLED}{number}_" for number in itertools.count())
+        renamed = [
+            msgspec.structs.replace(
+                message, tool_calls=[_called(call, next(names)) for call in message.tool_calls]
+            )
+            if message.tool_calls
+            else message
+            for message in messages
+        ]
+        text = self._render(renamed, line.tools, ask=True)
+        count = sum(len(message.tool_calls or ()) for message in messages)
+        return all(f"{_CALLED}{number}_" in text for number in range(count))
+
     def _rendered_ids(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: bool) -> list[int]:
+        """Raises LineError."""
+        if len(text) > self._most_chars:
+            raise LineError(
+                f"text of {len(text):,} characters is more than {self._max_tokens:,} tokens"
+            )
+        ids: list[int] = self._tokenizer(text, **options)["input_ids"]
         return ids
 
     def _without_trailer(self, whole: str) -> str:
         """Templates put a line break after the token that ends a turn; the target stops before."""
         text = whole.rstrip()
-        return text if text.endswith(tuple(self._tokenizer.all_special_tokens)) else whole
+        return text if text.endswith(self._marks) else whole
 
-    def _render(self, line: Line, messages: list[_Message], ask: bool) -> str:
+    def _without_end(self, response: str) -> str:
+        while ended := next(filter(response.endswith, self._marks), ""):
+            response = response.removesuffix(ended)
+        return response
+
+    def _render(
+        self, messages: list[_Message], tools: list[dict[str, Any]] | None, *, ask: bool
+    ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
                 msgspec.to_builtins(messages),
-                tools=line.tools,
+                tools=tools,
                 tokenize=False,
                 add_generation_prompt=ask,
                 **self._options,
@@ -201,6 +261,13 @@ def _is_name(text: str) -> bool:
     return 0 < len(text) <= MAX_NAME_CHARS and not lone_surrogate
 
 
+def _called(call: dict[str, Any], name: str) -> dict[str, Any]:
+    function = call.get("function")
+    if isinstance(function, dict):
+        return {**call, "function": {**function, "name": name}}
+    return {**call, "name": name}
+
+
 def _array(ids: list[int]) -> np.ndarray:
     return np.asarray(ids, np.int32)
 
@@ -215,31 +282,36 @@ def _divided(prompt: list[int], whole: list[int]) -> Tokens:
     return Tokens(_array(prompt), _array(whole[len(prompt) :]))
 
 
-def _check_rendered(prompt: str, whole: str, message: _Message) -> None:
-    """Raises LineError unless the whole is the prompt and then what the message says.
-
-    A template that drops thinking, or writes an empty one that nobody thought, would put it into
-    the loss mask, or leave the real one out.
-    """
+def _check_rendered(prompt: str, whole: str, message: _Message, marks: tuple[str, ...]) -> None:
+    """Raises LineError unless the whole is the prompt and then what the message says."""
     mend = f"set [prompts] thinking or say `reasoning_content`, or {_GIVE_IDS}"
     if not whole.startswith(prompt):
         raise LineError(
             "the chat template changes the prompt when the response follows: it rewrites earlier "
             f"turns, or drops or invents thinking; {mend}"
         )
-    rest, content = whole[len(prompt) :], message.text.strip()
-    if prompt.rstrip().endswith(_THINK):  # the target was asked to go on from there
-        content = content.removeprefix(_THINK).lstrip()
-    if not _says(rest, (message.reasoning_content or "").strip(), content):
+    rest = whole[len(prompt) :]
+    if not says_response(
+        rest,
+        (message.reasoning_content or "").strip(),
+        message.text.strip(),
+        message.tool_calls or (),
+        opened=prompt.rstrip().endswith(THINK),
+        marks=marks,
+    ):
         raise LineError(
             f"the chat template makes {rest[:_SHOWN]!r} of the response: it drops, invents or "
-            f"rewrites something, such as thinking; {mend}"
+            f"rewrites something, such as thinking or tool calls; {mend}"
         )
 
 
-def _says(rest: str, reasoning: str, content: str) -> bool:
-    if reasoning:
-        _, found, rest = rest.partition(reasoning)
-        return bool(found) and content in rest
-    invented = _THOUGHT in rest and _THOUGHT not in content
-    return rest.lstrip().startswith(content) and not invented
+def _marks(tokenizer: Any) -> tuple[str, ...]:
+    """Special tokens as text, the end of a turn among them. Thinking is never beside the point."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    return tuple(sorted(special - {THINK, THOUGHT}, key=len, reverse=True))
+
+
+def _longest(tokenizer: Any) -> int:
+    """Characters of a token, at most."""
+    return max(map(len, tokenizer.get_vocab()), default=1)

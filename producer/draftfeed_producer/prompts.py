@@ -102,7 +102,8 @@ class PromptFile:
         self._config = config
         self._path = Path(config.path)
         vocab_size = len(tokenizer) if vocab_size is None else vocab_size
-        self._reader = LineReader(tokenizer, config.thinking, mode, vocab_size)
+        self._reader = LineReader(tokenizer, config.thinking, mode, vocab_size, max_prompt_tokens)
+        self._prefill = LineReader(tokenizer, config.thinking, "prefill", vocab_size)
         self._max_prompt_tokens = max_prompt_tokens
         self._starts = array("q")
         self._bad: set[int] = set()
@@ -187,6 +188,14 @@ class PromptFile:
     def key(self, ordinal: int) -> str:
         """What a prompt's samples are called. Raises PromptError."""
         return _key(self._parse(self._read(ordinal), ordinal), ordinal)
+
+    def takes(self, finished: bytes) -> bool:
+        """Whether prefill mode would take such a line, with a response."""
+        try:
+            self._prefill.tokens(self._prefill.parse(finished))
+        except LineError:
+            return False
+        return True
 
     def close(self) -> None:
         self._file.close()

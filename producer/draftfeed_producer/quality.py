@@ -1,13 +1,17 @@
 """The quality gate: when most responses are worthless, generation should not go on for days.
 
-It looks at a window of the last finished samples. Responses count as degenerate that stop at once,
-are very short, are the same for many prompts, or never end their thinking. Each of these is fine
-now and then, and a set with many tool calls and one-word answers has many: only a share of them
-closes the gate. Pure: no clock, no files, no threads.
+Responses count as degenerate that stop at once, are very short, are the same for many prompts, or
+never end their thinking. Each of these is fine now and then, and a set with many tool calls and
+one-word answers has many: only a share of them closes the gate.
+
+They are judged in the order in which they were begun, so many in a row together. By the order in
+which they finish it would be the short ones first, the more so the more run at a time; in the order
+of their beginning, what has not finished can only turn out sound. Pure: no clock, no files, no
+threads.
 """
 
 import json
-from collections import deque
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,9 +19,10 @@ import msgspec
 
 EXAMPLES = 3
 SHOWN_CHARS = 60
-RUNNING_WINDOWS = 4
-"""A window has so many times the requests that run, or those would outweigh it; and until the first
-window is full, no more run than a quarter of it."""
+FIRST_RUNNING = 4
+"""Until the first responses are judged, no more run at a time than this part of a window."""
+STRETCHES_KEPT = 64
+"""The last ones. Who is overtaken by so many others is not looked at."""
 
 IMMEDIATE, SHORT, IDENTICAL, UNFINISHED = (
     "stopped at once",
@@ -33,14 +38,13 @@ class QualityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_share: float = 0.5
     """Of the window that may be degenerate; 1: never stop."""
     window: int = 200
-    """Finished samples that are looked at; the first look is at half of them. Until there are so
-    many, a quarter as many requests run at a time at most."""
+    """Responses, in the order in which they were begun, that are judged together; at the beginning
+    half as many. Until that is done, a quarter as many requests run at a time at most."""
     min_response_tokens: int = 8
     """A response that ended by itself and has no more tokens than this is short. Its end token
     counts, and so does a thinking block, even an empty one."""
     max_identical: int = 10
-    """A response that the window has more often than this is the same for many prompts. Where many
-    requests run at once the window is longer, and this grows with it."""
+    """A response that the window has more often than this is the same for many prompts."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_share <= 1:
@@ -74,26 +78,27 @@ class Alarm(NamedTuple):
     finished: int
     """Samples, when it closed."""
     looked_at: int
-    """In the window, those that ran included."""
-    running: int
+    """Responses that were begun one after the other."""
+    unseen: int
+    """Of those, the ones that have not finished, or not even begun."""
     degenerate: int
-    max_share: float
+    most: int
+    """That may be."""
     reasons: dict[str, int]
     """A response may be there for several."""
     examples: tuple[str, ...]
 
     def __str__(self) -> str:
-        share = f"{self.degenerate / self.looked_at:.0%}, and {self.max_share:.0%} may be"
         why = ", ".join(f"{count} {reason}" for reason, count in self.reasons.items())
-        running = f" ({self.running} of them still run)" if self.running else ""
+        unseen = f" ({self.unseen} of them not seen yet)" if self.unseen else ""
         return (
-            f"{self.degenerate} of the last {self.looked_at} responses{running} are degenerate, "
-            f"{share}: {why}; such as {'; '.join(self.examples)}"
+            f"{self.degenerate} of {self.looked_at} responses in a row{unseen} are degenerate, "
+            f"{self.most} may be: {why}; such as {'; '.join(self.examples)}"
         )
 
 
 class GateFigures(NamedTuple):
-    """How the window is."""
+    """How the last window is of which half has finished."""
 
     looked_at: int = 0
     """Finished samples in it."""
@@ -107,108 +112,122 @@ class _Seen(NamedTuple):
     """Without the one that depends on the rest of the window."""
 
 
+class _Same(NamedTuple):
+    """Responses of a window that are equal."""
+
+    times: int = 0
+    bad: int = 0
+    """Of those, for a reason of their own."""
+
+
+class _Stretch:
+    """So many responses in a row, as far as they have finished."""
+
+    def __init__(self, size: int, max_identical: int) -> None:
+        self.size, self._max_identical = size, max_identical
+        self.seen: list[_Seen] = []
+        self._same: dict[bytes, _Same] = {}
+        self.degenerate = 0
+
+    @property
+    def finished(self) -> int:
+        return len(self.seen)
+
+    def add(self, seen: _Seen) -> None:
+        self.seen.append(seen)
+        before = self._same.get(seen.response.identity, _Same())
+        after = _Same(before.times + 1, before.bad + bool(seen.reasons))
+        self._same[seen.response.identity] = after
+        self.degenerate += self._degenerate(after) - self._degenerate(before)
+
+    def reasons(self, seen: _Seen) -> tuple[str, ...]:
+        identical = self._same[seen.response.identity].times > self._max_identical
+        return (*seen.reasons, IDENTICAL) if identical else seen.reasons
+
+    def _degenerate(self, same: _Same) -> int:
+        return same.times if same.times > self._max_identical else same.bad
+
+
 class QualityGate:
-    """Closes once and stays closed. One thread uses it."""
+    """Closes once and stays closed. One thread uses it.
+
+    A new stretch of responses begins with each half window, and each response is in two of them:
+    a bad time that is as long as a window and a half fills one, wherever it begins.
+    """
 
     def __init__(self, config: QualityConfig) -> None:
-        self._config = config
-        self._window: deque[_Seen] = deque()
-        self._same: dict[bytes, _Same] = {}
-        self._most_identical = config.max_identical
-        self._degenerate = 0
+        self._config, self._half = config, config.window // 2
+        self._stretches: dict[int, _Stretch] = {0: self._stretch(0)}
+        self._first = self._stretches[0]
         self.finished = 0
         """Samples so far."""
         self.alarm: Alarm | None = None
 
-    def add(self, response: Response, running: int = 0) -> Alarm | None:
-        """running: requests that have begun and not finished. They count as sound, or the first
-        samples to finish would be judged for being the shortest. The alarm is returned when this
-        response closes the gate."""
+    def add(self, response: Response, number: int | None = None) -> Alarm | None:
+        """number: how many were begun before it. None: they finish in that order. The alarm is
+        returned when this response closes the gate."""
+        seen = _Seen(response, own_reasons(response, self._config))
+        place = (self.finished if number is None else number) // self._half
         self.finished += 1
-        self._enter(_Seen(response, own_reasons(response, self._config)))
-        longest = max(self._config.window, RUNNING_WINDOWS * running)
-        while len(self._window) > longest:
-            self._leave(self._window.popleft())
-        self._allow_identical(self._config.max_identical * longest // self._config.window)
-        enough = self.finished >= self._config.window // 2
-        return self._judge(running) if enough else None
+        for index in (place, place + 1):
+            if index > max(self._stretches) - STRETCHES_KEPT:
+                self._at(index).add(seen)
+                self._judge(self._stretches[index], self._stretches[index].size)
+        return self.alarm if self.alarm and self.alarm.finished == self.finished else None
 
     def end(self) -> Alarm | None:
         """Nothing more comes: what there is is judged, also when it is less than half a window.
         The alarm is returned when this closes the gate."""
-        return self._judge(running=0)
+        was_open = self.alarm is None
+        for stretch in self._stretches.values():
+            if stretch is self._first or stretch.finished >= self._half:
+                self._judge(stretch, stretch.finished)
+        return self.alarm if was_open else None
 
     @property
     def most_running(self) -> int | None:
-        """Requests at a time, or None for any number. Those that run count as sound, so with many
-        of them it would take as many bad samples to say that all are bad."""
-        judged = self.finished >= self._config.window or self._config.max_share == 1
-        return None if judged else max(1, self._config.window // RUNNING_WINDOWS)
+        """Requests at a time, or None for any number: so that no more is made of a set that is bad
+        from the beginning than it takes to say so."""
+        sound = self._first.finished - self._first.degenerate
+        enough = self._first.size - self._most(self._first.size)
+        return None if sound >= enough else max(1, self._config.window // FIRST_RUNNING)
 
     @property
     def figures(self) -> GateFigures:
-        return GateFigures(len(self._window), self._degenerate, self.alarm is not None)
+        newest = reversed(self._stretches.values())
+        shown = next((one for one in newest if one.finished >= self._half), self._first)
+        return GateFigures(shown.finished, shown.degenerate, self.alarm is not None)
 
-    def _judge(self, running: int) -> Alarm | None:
-        most = self._config.max_share * (len(self._window) + running)
-        if self.alarm is not None or self._degenerate <= most:
-            return None
-        self.alarm = self._alarm(running)
-        return self.alarm
+    def _stretch(self, index: int) -> _Stretch:
+        size = self._half if index == 0 else 2 * self._half
+        return _Stretch(size, self._config.max_identical)
 
-    def _allow_identical(self, most: int) -> None:
-        if most != self._most_identical:
-            self._most_identical = most
-            self._degenerate = sum(same.degenerate(most) for same in self._same.values())
+    def _at(self, index: int) -> _Stretch:
+        for missing in range(max(self._stretches) + 1, index + 1):
+            self._stretches[missing] = self._stretch(missing)
+            self._stretches.pop(missing - STRETCHES_KEPT, None)
+        return self._stretches[index]
 
-    def _enter(self, seen: _Seen) -> None:
-        self._window.append(seen)
-        self._change(seen, 1)
+    def _most(self, size: int) -> int:
+        return math.floor(self._config.max_share * size + 1e-9)
 
-    def _leave(self, seen: _Seen) -> None:
-        self._change(seen, -1)
-
-    def _change(self, seen: _Seen, by: int) -> None:
-        identity = seen.response.identity
-        same = self._same.get(identity, _Same(0, 0))
-        changed = _Same(same.times + by, same.bad + by * bool(seen.reasons))
-        most = self._most_identical
-        self._degenerate += changed.degenerate(most) - same.degenerate(most)
-        if changed.times:
-            self._same[identity] = changed
-        else:
-            del self._same[identity]
-
-    def _reasons(self, seen: _Seen) -> tuple[str, ...]:
-        identical = self._same[seen.response.identity].times > self._most_identical
-        return (*seen.reasons, IDENTICAL) if identical else seen.reasons
-
-    def _alarm(self, running: int) -> Alarm:
-        found = [(seen.response, self._reasons(seen)) for seen in self._window]
+    def _judge(self, stretch: _Stretch, size: int) -> None:
+        if self.alarm is not None or stretch.degenerate <= self._most(size):
+            return
+        found = [(seen.response, stretch.reasons(seen)) for seen in stretch.seen]
         bad = [(response, reasons) for response, reasons in found if reasons]
         counts: dict[str, int] = {}
         for reason in (reason for _, reasons in bad for reason in reasons):
             counts[reason] = counts.get(reason, 0) + 1
-        return Alarm(
+        self.alarm = Alarm(
             finished=self.finished,
-            looked_at=len(self._window) + running,
-            running=running,
-            degenerate=self._degenerate,
-            max_share=self._config.max_share,
+            looked_at=size,
+            unseen=size - stretch.finished,
+            degenerate=stretch.degenerate,
+            most=self._most(size),
             reasons=dict(sorted(counts.items(), key=lambda item: -item[1])),
             examples=tuple(_example(*one) for one in bad[-EXAMPLES:]),
         )
-
-
-class _Same(NamedTuple):
-    """Responses of the window that are equal."""
-
-    times: int
-    bad: int
-    """Of those, for a reason of their own."""
-
-    def degenerate(self, max_identical: int) -> int:
-        return self.times if self.times > max_identical else self.bad
 
 
 def own_reasons(response: Response, config: QualityConfig) -> tuple[str, ...]:

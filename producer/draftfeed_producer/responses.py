@@ -1,5 +1,6 @@
 """What the quality gate looks at, read off a sample's tokens; and the gate over a run's samples."""
 
+import hashlib
 import logging
 from typing import Any
 
@@ -40,7 +41,7 @@ class ResponseReader:
         return Response(
             key=key,
             tokens=len(response_ids),
-            identity=np.ascontiguousarray(response_ids).tobytes(),
+            identity=hashlib.blake2b(response_ids.tobytes(), digest_size=16).digest(),
             finish_reason=finish_reason,
             thinking_open=thinking_is_open(around, self._begin, self._end),
             text=text,
@@ -62,12 +63,12 @@ class Gatekeeper:
         """See QualityGate. Only for the thread that shows it samples."""
         return self._gate.most_running
 
-    def look_at(self, sample: Sample, running: int) -> None:
-        """running: prompts that were begun and are not finished. Tells the log when it closes."""
+    def look_at(self, sample: Sample, number: int) -> None:
+        """number: how many were begun before it. Tells the log when it closes."""
         mask = sample.loss_mask.astype(bool)
         ids, reason = sample.input_ids, sample.finish_reason
         response = self._reader.read(sample.key, ids[~mask], ids[mask], reason)
-        alarm = self._gate.add(response, running)
+        alarm = self._gate.add(response, number)
         self.figures = self._gate.figures
         if alarm is not None:
             self.alarm = f"the quality gate is closed: {alarm}"

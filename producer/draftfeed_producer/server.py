@@ -37,6 +37,7 @@ from draftfeed_producer.session import (
     Verify,
     Void,
 )
+from draftfeed_producer.sparing import Sparing
 from draftfeed_producer.spool import Spool
 from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
@@ -50,13 +51,18 @@ POLL_MS = 200
 RETRY_MS = 5
 MESSAGES_AT_ONCE = 64
 """Read before others are sent to: whoever never stops asking must not keep samples from them."""
+SEND_SECONDS = 0.05
+"""Of one turn. A disk that is slower than the link never fills a pipe, and commits would wait."""
 PING_SECONDS = 1.0
 """A ROUTER learns that a peer is gone when it sends to it."""
 MAX_BACKLOG = 1000
 """Actions waiting for one member that has stopped reading; then its session ends."""
 MAX_NOTICES = 64
+SHUT_OUT = m.Refused(code="session", reason="your key is not known here any more")
+"""It may ask again: a new connection is told so by its handshake."""
 TOO_MANY_ATTEMPTS = "there are too many attempts to attach; this one was not looked at"
 FIGURES_SECONDS = 0.2
+RESTOCK_SECONDS = 0.02
 RESTOCK_SAMPLES = 128
 """Waiting to be offered."""
 CHECKPOINT_FILL = 0.7
@@ -100,8 +106,9 @@ class Server:
         self._shelf = shelf
         self._listener, self._spool, self._delivery = listener, spool, delivery
         self._attempts = Attempts(time.monotonic())
+        self._nonsense = Sparing(logger)
         self._assets = AssetDesk(delivery.descriptor.stream_id(), target, no_target)
-        self._socket = listener.socket
+        self._socket, self._access = listener.socket, listener.access
         self._inbox: queue.SimpleQueue[Callable[[], list[Action]]] = queue.SimpleQueue()
         """Events of the producer, to be given to the delivery state by our thread."""
         self._waker, self._wake_end = socket.socketpair()
@@ -113,6 +120,8 @@ class Server:
         self._gone: deque[bytes] = deque()
         """Members that were found gone, whose sessions are to end."""
         self._dropping = False
+        self._due: deque[bytes] = deque()
+        """Members that more could be sent to when the last turn was over."""
         self.regenerate: queue.SimpleQueue[list[SampleId]] = queue.SimpleQueue()
         """Samples to be generated once more."""
         self.ledger_known = threading.Event()
@@ -161,6 +170,18 @@ class Server:
         """No further samples will be stored, but those to be generated again."""
         self._tell(self._delivery.finish)
 
+    def shut_out(self) -> None:
+        """Keys were taken away: the sessions of those who have them end."""
+
+        def tell() -> list[Action]:
+            assert self._access is not None
+            gone = self._access.shut_out()
+            for sender in gone:
+                self._drop(sender)
+            return [Send(sender, SHUT_OUT) for sender in gone]
+
+        self._tell(tell)
+
     def _tell(self, event: Callable[[], list[Action]]) -> None:
         self._inbox.put(event)
         self._wake()
@@ -189,7 +210,7 @@ class Server:
             self._wire_bytes,
             sum(map(len, list(self._backlogs.values()))),
             self._asset_bytes,
-            time.monotonic() - self._turned_at,
+            max(0.0, time.monotonic() - self._turned_at),  # it may be set in between
             self._figures_now,
         )
 
@@ -215,7 +236,8 @@ class Server:
             self._turned_at = time.monotonic()
             soon = self._waiting or self._assets.waiting
             self._figures.waits("link_full" if self._waiting else self._delivery.waits_for)
-            ready = dict(poller.poll(RETRY_MS if soon else POLL_MS))
+            pause_ms = RETRY_MS if soon else POLL_MS
+            ready = dict(poller.poll(0 if self._due else pause_ms))
             self._figures.waits(None)
             if self._wake_end.fileno() in ready:
                 self._wake_end.recv(4096)
@@ -262,8 +284,13 @@ class Server:
             self.regenerate.put(ids)
 
     def _restock(self) -> None:
-        """Off the shelf, as many as members may soon ask for: no more, for each takes memory."""
+        """Off the shelf, as many as members may soon ask for: no more, for each takes memory, and
+        no longer than others can wait."""
+        until = time.monotonic() + RESTOCK_SECONDS
         while self._shelf is not None and self._delivery.stock.spooled < RESTOCK_SAMPLES:
+            if time.monotonic() >= until:
+                self._wake()
+                return
             taken = self._shelf.take()
             if taken is None:
                 return
@@ -276,10 +303,14 @@ class Server:
     def _receive(self) -> None:
         for _ in range(MESSAGES_AT_ONCE):
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._received(parts)
+            sender = frames[0].bytes
+            if self._access is not None and not self._access.admits(sender, frames[-1]):
+                self._perform([Send(sender, SHUT_OUT)])
+                continue
+            self._received([sender, *(frame.bytes for frame in frames[1:])])
 
     def _received(self, parts: list[bytes]) -> None:
         sender = parts[0]
@@ -297,7 +328,7 @@ class Server:
                 return
             self._perform(self._delivery.received(sender, message, now))
         except ProtoError as error:
-            logger.warning("refused a message: %s", error)
+            self._nonsense.warn(f"refused a message: {error}")
             self._perform([Send(sender, m.Refused(code="malformed", reason=str(error)))])
 
     def _asked(self, sender: bytes, message: m.ListAssets | m.FetchAsset) -> None:
@@ -330,16 +361,22 @@ class Server:
         self._assets.sent(piece, tracker)
         self._asset_bytes += len(piece.data)
 
-    def _pump(self) -> None:
-        """Send what credit and the socket take, a chunk to each member in turn."""
+    def _pump(self) -> bool:
+        """Send what credit and the socket take, a chunk to each member in turn, until it is time
+        to look at what has come; whether anything went out."""
+        sent, until = False, time.monotonic() + SEND_SECONDS
+        attached = self._delivery.fencing.attached
+        turns = dict.fromkeys([*(one for one in self._due if one in attached), *attached])
         # A flush ends the session of a peer that is gone.
-        ready = [sender for sender in list(self._delivery.fencing.attached) if self._flush(sender)]
-        while ready:
-            for sender in list(ready):
-                actions = self._delivery.next_chunk(sender)
-                self._perform(actions)
-                if not actions or not self._flush(sender):
-                    ready.remove(sender)
+        self._due = deque(sender for sender in turns if self._flush(sender))
+        while self._due and time.monotonic() < until:
+            sender = self._due.popleft()
+            actions = self._delivery.next_chunk(sender)
+            self._perform(actions)
+            sent |= bool(actions)
+            if actions and self._flush(sender):
+                self._due.append(sender)
+        return sent
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

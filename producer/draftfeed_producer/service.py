@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from draftfeed_producer.admission import Admission
 from draftfeed_producer.archive import Archive, ArchivedSpool, ArchiveStatistics
 from draftfeed_producer.archive.roots import same_contents
+from draftfeed_producer.archive.sealed import Interrupted
 from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.conversations import Conversations, Writer
@@ -30,7 +31,6 @@ from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.target import Target, end_tokens, load_target
 from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
-from draftfeed_proto.errors import KeyFileError
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import MAX_SAMPLE_BYTES
 from draftfeed_proto.sample import LayerCounters, Sample, decoded_bytes, longest_rows
@@ -64,6 +64,9 @@ class ProducerStatistics(NamedTuple):
     closed_because: str = ""
     """Of the quality gate; empty while it is open."""
     quality: GateFigures = GateFigures()
+    output_full_seconds: float = 0.0
+    output_alarm: str = ""
+    """Why [output] conversations cannot be written; empty while they can."""
     replayed: int = 0
     """Samples that came out of the archive, or once more out of the spool, since it began."""
     archive: ArchiveStatistics | None = None
@@ -85,6 +88,7 @@ class ProducerService:
         self._server: Server | None = None
         self._admission: Admission | None = None
         self._conversations: Conversations | None = None
+        self._output_alarm = ""
         self._last: ProducerStatistics | None = None
         """When it has ended, and the spool is closed."""
         self._phase = "loading"
@@ -95,13 +99,15 @@ class ProducerService:
         """Returns when every prompt is terminal, or after `stop`. Raises ProducerError, and
         UnavailableISA when the environment asks for a codec that cannot run here."""
         codecs.PACKED.prepare()
-        with ExitStack() as stack:
-            source = open_prompts(self._config, stack)
+        with suppress(Interrupted), ExitStack() as stack:
+            source = open_prompts(self._config, stack, self._stopped.is_set)
             listener = self._listener = Listener(self._config.server)
             stack.callback(listener.close)
+            self._conversations = self._output(source, stack)  # what is wrong costs no loading
             engine = self._load_engine(source, stack)
             spool, shelf = self._open_spool(engine, source, stack)
-            self._conversations = self._output(source, spool, stack)
+            if self._conversations is not None:
+                self._conversations.reconcile(spool, source.ids.within(spool.shards))
             delivery = self._delivery(engine, source, spool)
             target, no_target = self._target_directory()
             server = Server(listener, spool, delivery, target, shelf, no_target=no_target)
@@ -125,16 +131,17 @@ class ProducerService:
         threading.Thread(target=self._stop, name="stop", daemon=True).start()
 
     def reload(self) -> None:
-        """Read again what may change while it runs: the keys of the clients. What cannot be used
-        is logged, and what was known before stays."""
+        """Read again what may change while it runs: the keys of the clients."""
         access = self._listener.access if self._listener else None
         if access is None:
             logger.info("nothing to reload: there are no keys")
             return
-        try:
-            logger.info("%d clients are known", access.reload())
-        except KeyFileError as error:
-            logger.error("the clients' keys stay as they were: %s", error)
+        clients, faults = access.reload()
+        for fault in faults:
+            logger.error("%s; what was known of it stays", fault)
+        logger.log(logging.INFO if clients else logging.WARNING, "%d clients are known", clients)
+        if self._server is not None:
+            self._server.shut_out()
 
     def _stop(self) -> None:
         self._stopped.set()
@@ -165,6 +172,8 @@ class ProducerService:
             self._server.statistics() if self._server else None,
             self._admission.closed_because if self._admission else "",
             self._admission.quality if self._admission else GateFigures(),
+            self._admission.output_full_seconds if self._admission else 0.0,
+            self._output_alarm,
             self._shelf.served if self._shelf else 0,
             spool.archive_statistics() if isinstance(spool, ArchivedSpool) else None,
         )
@@ -183,13 +192,12 @@ class ProducerService:
             return None
         return Gatekeeper(source.responses, self._config.quality)
 
-    def _output(self, source: PromptSource, spool: Spool, stack: ExitStack) -> Conversations | None:
+    def _output(self, source: PromptSource, stack: ExitStack) -> Conversations | None:
         path = self._config.output.conversations
         if source.writer is None or path is None:
             return None
         conversations = Conversations(Path(path).expanduser(), source.writer)
         stack.callback(conversations.close)
-        conversations.reconcile(spool, source.ids.within(spool.shards))
         return conversations
 
     def _open_spool(
@@ -203,7 +211,9 @@ class ProducerService:
             return spool, None
         archive = source.archive
         if archive is None:
-            archive = Archive(config.archive, descriptor, source.shards, source.ids)
+            archive = Archive(
+                config.archive, descriptor, source.shards, source.ids, self._stopped.is_set
+            )
             stack.callback(archive.close)
         archived = ArchivedSpool(config.spool, descriptor, source.shards, archive)
         stack.callback(archived.close)
@@ -231,6 +241,8 @@ class ProducerService:
     def _delivery(self, engine: Engine, source: PromptSource, spool: Spool) -> Delivery:
         config, descriptor = self._config.server, engine.descriptor
         rows = engine.max_rows(source.longest_prompt)
+        if isinstance(spool, ArchivedSpool):
+            rows = max(rows, spool.archive.longest_rows)
         largest = decoded_bytes(rows, descriptor.layers, descriptor.hidden_size)
         return Delivery.of(
             spool,
@@ -275,7 +287,7 @@ class ProducerService:
                 self._observe(sample)
             admission.finished(sample)
             admission.wait(partial(self._stored, sample, spool, server))
-            admission.wait(partial(self._written, sample))
+            admission.wait(partial(self._written, sample), for_output=True)
             admission.stored(sample.id)
 
     def _stored(self, sample: Sample, spool: Spool, server: Server, pause_seconds: float) -> bool:
@@ -295,10 +307,15 @@ class ProducerService:
         try:
             self._conversations.write(sample)
         except OSError as error:
-            if not pause_seconds:  # the first try
-                logger.error("[output] conversations cannot be written: %s", error.strerror)
+            if not self._output_alarm:
+                alarm = f"[output] conversations cannot be written: {error.strerror}"
+                logger.error("%s; generation waits for it", alarm)
+                self._output_alarm = alarm
             self._stopped.wait(pause_seconds)
             return False
+        if self._output_alarm:
+            logger.warning("[output] conversations can be written again")
+            self._output_alarm = ""
         return True
 
     def _give_up(self, admission: Admission, server: Server, id: SampleId, reason: str) -> None:
@@ -333,13 +350,16 @@ class ProducerService:
         )
 
 
-def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
-    """Checks the whole prompt file; `stack` closes it. Raises ProducerError."""
+def open_prompts(
+    config: ProducerConfig, stack: ExitStack, stopped: Callable[[], bool] = bool
+) -> PromptSource:
+    """Checks the whole prompt file, or archive; `stack` closes it. Raises ProducerError, and
+    Interrupted when `stopped` says so while it is an archive's."""
     engine = config.engine
     if isinstance(engine, SyntheticConfig):
         return synthetic_source(engine)
     if isinstance(engine, ReplayConfig):
-        return open_archive(config, engine, stack)
+        return open_archive(config, engine, stack, stopped)
     target_config, prompts_config = config.needed()
     target, capture = load_target(target_config), config.capture
     descriptor = target.descriptor(target_config.layer_ids, target_config.final)
@@ -357,11 +377,16 @@ def open_prompts(config: ProducerConfig, stack: ExitStack) -> PromptSource:
     return source._replace(writer=Writer(config.output, file, target.tokenizer, ends))
 
 
-def open_archive(config: ProducerConfig, replay: ReplayConfig, stack: ExitStack) -> PromptSource:
+def open_archive(
+    config: ProducerConfig,
+    replay: ReplayConfig,
+    stack: ExitStack,
+    stopped: Callable[[], bool] = bool,
+) -> PromptSource:
     """The archive's own prompts. Raises ArchiveError."""
     assert config.archive is not None
     contents = same_contents(config.archive.roots)
-    archive = Archive(config.archive, contents.descriptor, contents.prompts)
+    archive = Archive(config.archive, contents.descriptor, contents.prompts, stopped=stopped)
     stack.callback(archive.close)
     source = replay_source(archive, contents.prompts, replay)
     if not source.ids:

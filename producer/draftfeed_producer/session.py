@@ -24,7 +24,7 @@ class StoreTerm(NamedTuple):
     incarnation: str
     members: int
     takeover: bool = False
-    """It was asked for with --takeover. Not stored."""
+    """With --takeover, from one that was attached. Not stored."""
 
 
 class StoreCommit(NamedTuple):

@@ -12,6 +12,8 @@ http://rfc.zeromq.org/spec:26 describes CurveZMQ, http://rfc.zeromq.org/spec:32 
 import ipaddress
 import os
 import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +23,8 @@ KEY_CHARACTERS = 40
 MAX_FILE_BYTES = 1 << 16
 _LINE = r'^\s*{name}-key\s*=\s*"(.*)"\s*$'
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_PORT = re.compile(r"tcp://.*:([^:\]]*)$")
+MAX_PORT = 65535
 _HOST = re.compile(r"tcp://(?:\[(?P<six>[^\]]*)\]|(?P<name>[^:]*))(?::|$)")
 
 
@@ -44,13 +48,17 @@ def read_public(path: Path) -> bytes:
     return _key(path, data, "public")
 
 
-def read_secret(path: Path) -> KeyPair:
-    """Raises KeyFileError, also when others may read the file."""
+def read_secret(path: Path, public_of: Callable[[bytes], bytes]) -> KeyPair:
+    """public_of: ZeroMQ's, from a secret key. Raises KeyFileError, also when others may read the
+    file, and when its two keys are not a pair."""
     data, mode = _opened(path)
     if mode & 0o077 and not _given_by_systemd(path):
         reason = f"others may read it (mode {mode & 0o777:04o}): chmod 600"
         raise KeyFileError(path, reason)
-    return KeyPair(_key(path, data, "public"), _key(path, data, "secret"))
+    found = KeyPair(_key(path, data, "public"), _key(path, data, "secret"))
+    if public_of(found.secret) != found.public:
+        raise KeyFileError(path, "its public-key is not that of its secret-key")
+    return found
 
 
 def file_text(keys: KeyPair, *, secret: bool) -> str:
@@ -63,8 +71,13 @@ def file_text(keys: KeyPair, *, secret: bool) -> str:
 def _opened(path: Path) -> tuple[bytes, int]:
     """(contents, mode)"""
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_FILE_BYTES), os.fstat(file.fileno()).st_mode
+        # Without waiting: a FIFO of that name would hold the reload up for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise KeyFileError(path, "it is no regular file")
+            return file.read(MAX_FILE_BYTES), mode
     except OSError as error:
         raise KeyFileError(path, f"cannot be read: {error.strerror}") from None
 
@@ -85,6 +98,20 @@ def _key(path: Path, data: bytes, name: str) -> bytes:
     if not _Z85.fullmatch(found[1]):
         raise KeyFileError(path, f"its {name}-key is not {KEY_CHARACTERS} characters of Z85")
     return found[1].encode()
+
+
+def check_port(address: str) -> None:
+    """Raises ValueError for what is no port: ZeroMQ would take it for another one."""
+    found = _PORT.match(address)
+    if found is None or found[1] == "*":
+        return
+    if not re.fullmatch(r"[0-9]{1,5}", found[1]) or int(found[1]) > MAX_PORT:
+        raise ValueError(f"{address}: {found[1]!r} is no port; they are 1 to {MAX_PORT}")
+
+
+def is_ipv6(address: str) -> bool:
+    """Whether a socket has to be told so before it may use it."""
+    return address.startswith("tcp://[")
 
 
 def local(address: str) -> bool:

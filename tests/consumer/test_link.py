@@ -46,3 +46,32 @@ def test_consumer_dies_when_a_cut_falls_between_two_frames() -> None:
     assert read == MESSAGES
     link.close()
     context.term()
+
+
+def test_producer_that_sends_without_being_asked_fills_no_memory() -> None:
+    """Where no credit bounds what comes: it is left in the network, and a cut is no end."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    router.setsockopt(zmq.LINGER, 0)
+    router.setsockopt(zmq.SNDHWM, 1)
+    router.setsockopt(zmq.SNDTIMEO, 500)
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    router.setsockopt(zmq.SNDBUF, 1 << 16)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    link = Link(context, f"tcp://127.0.0.1:{port}", unread_messages=4)
+    eventually(link.check, "the link is up")
+    link.send(m.Inquire())
+    member, _ = router.recv_multipart()
+    ping = m.encode(m.Ping(term=1, session="s"))
+    taken = 0
+    try:
+        while taken < MESSAGES:
+            router.send_multipart([member, ping, bytes(1 << 20)])
+            taken += 1
+    except zmq.Again:
+        pass
+    assert 4 <= taken < 40
+    router.close()
+    eventually(lambda: not link.discard(), "what came is read, and the cut is noticed", 20)
+    link.close()
+    context.term()

@@ -15,7 +15,11 @@ def identity() -> Identity:
 
 
 @contextmanager
-def shown(snapshot: Callable[[], Snapshot], bind: str = "127.0.0.1:0") -> Iterator[str]:
+def shown(
+    snapshot: Callable[[], Snapshot],
+    bind: str = "127.0.0.1:0",
+    identity: Callable[[], Identity] = identity,
+) -> Iterator[str]:
     """The service's address. A snapshot is taken for each request."""
     with Status(StatusConfig(bind=bind)) as status:
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -211,12 +212,14 @@ def sweep(path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         counts: dict[tuple[int, bool], int] = {}
         turn = Arm.turn
 
-        def altered(self: Arm, prompts: Sequence[Prompt], tokens: int) -> Turn:
+        def altered(
+            self: Arm, prompts: Sequence[Prompt], tokens: int, left_seconds: float | None = None
+        ) -> Turn:
             key = len(prompts), self.captures
             number = counts[key] = counts.get(key, -1) + 1
             if (len(prompts), number) in fails:
                 raise error or Unusable("so it was")
-            real = turn(self, prompts, tokens)
+            real = turn(self, prompts, tokens, left_seconds)
             rate = output(*key, number)
             return msgspec.structs.replace(real, output_tokens_per_second=rate)
 
@@ -289,6 +292,34 @@ def test_time_that_is_up_is_said(sweep: Callable[..., Result]):
     result = sweep(lambda batch, *_: 100.0 * batch, Options(most=64, tokens=8, minutes=1e-6))
     assert batches_of(result) == [1]
     assert result.cut == "time was up before batch 2: --minutes gives more"
+    assert [len(one.rounds) for one in result.points] == [1, 1]
+
+
+def test_a_batch_that_takes_longer_than_the_time_that_is_left_is_ended(path: Path):
+    """A round at a larger batch may take longer than any before it gave reason to expect, and the
+    time that is given is for all of the command."""
+    config = configuration.load(path, ProducerConfig)
+    began = time.monotonic()
+    turn, sweeping = Arm.turn, Options(most=2, tokens=64, minutes=60)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def slow(
+            self: Arm, prompts: Sequence[Prompt], tokens: int, left_seconds: float | None
+        ) -> Turn:
+            return turn(self, prompts, tokens, 0.01 if len(prompts) == 2 else left_seconds)
+
+        patch.setattr(Arm, "turn", slow)
+        result = module.measure(config, str(path), sweeping, Console(quiet=True))
+    assert batches_of(result) == [1]
+    assert result.cut == "time was up in batch 2: --minutes gives more"
+    assert time.monotonic() - began < 60
+
+
+def test_loading_is_in_the_time_that_is_given(sweep: Callable[..., Result]):
+    """Two minutes were those after a start that nobody bounded."""
+    options = Options(most=64, tokens=8, minutes=5, began=time.monotonic() - 301)
+    result = sweep(lambda batch, *_: 100.0 * batch, options)
+    assert batches_of(result) == [1]
     assert [len(one.rounds) for one in result.points] == [1, 1]
 
 
@@ -371,7 +402,7 @@ def test_a_round_that_went_wrong_is_left_out(sweep: Callable[..., Result]):
 def test_nothing_to_show_is_a_failed_run(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    def none(self: Arm, prompts: Sequence[Prompt], tokens: int) -> Turn:
+    def none(self: Arm, *turn: object) -> Turn:
         raise Unusable("so it was")
 
     monkeypatch.setattr(Arm, "turn", none)

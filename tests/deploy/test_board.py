@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from draftfeed_deploy import board
-from draftfeed_deploy.board import Board, Document, RecentLog, decoded, encoded
+from draftfeed_deploy.board import Board, Document, LogLine, RecentLog, decoded, encoded
 from draftfeed_deploy.drift import drifting
 from draftfeed_deploy.records import Snapshot
 from shown import identity
@@ -115,6 +115,17 @@ def test_last_warnings_are_kept_and_cut() -> None:
     assert (lines[0].level, lines[0].words) == ("error", "%d")
     assert lines[1].words.startswith("number 99 x")
     assert max(len(line.words) for line in lines) == board.LOG_CHARACTERS
+
+
+def test_bytes_that_are_no_text_are_spelt_out() -> None:
+    """A warning that named such a file took the page away until twenty others had followed."""
+    shown = Board()
+    shown.show(produced(1.0, alarm="a\udcff", sent_bytes={"\udcfe": 1}))
+    document = shown.document(identity(), [LogLine(words="no \udcff.jsonl")])
+    found = decoded(encoded(document))
+    assert found.log[0].words == "no \\udcff.jsonl"
+    assert found.producer is not None
+    assert (found.producer.alarm, found.producer.sent_bytes) == ("a\\udcff", {"\\udcfe": 1})
 
 
 def test_document_is_whole_while_snapshots_come() -> None:

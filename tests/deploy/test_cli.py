@@ -84,6 +84,22 @@ def test_port_in_use(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"cannot listen on {address}: address already in use" in line
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["server.bind=tcp://203.0.113.1:5550", "server.insecure=true"],
+        ["status.bind=203.0.113.1:9640"],
+    ],
+)
+def test_address_that_no_interface_has_yet_is_worth_another_start(
+    config: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """At a boot a tunnel may come up later, and a service manager starts no 2 again."""
+    sets = [word for option in options for word in ("--set", option)]
+    assert main(["producer", "-c", str(config), *sets]) == 1
+    assert "203.0.113.1" in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.parametrize("bind", ["nonsense", "tcp://999.1.1.1:5", "tcp://127.0.0.1"])
 def test_address_that_is_none(config: Path, capsys: pytest.CaptureFixture[str], bind: str) -> None:
     insecure = ["--set", "server.insecure=true"]

@@ -1,5 +1,6 @@
 """`draftfeed install-units`: what it writes is valid, and what a person edited stays."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -63,6 +64,86 @@ def test_edited_file_stays_and_force_keeps_it_beside(
     installed(tmp_path, "--force")
     assert (tmp_path / CONFIG).read_bytes() == contents("/usr/bin", gpu=True)[CONFIG]
     assert (tmp_path / f"{CONFIG}.before").read_text() == "mine"
+    (tmp_path / CONFIG).write_text("mine again")
+    installed(tmp_path, "--force")
+    assert (tmp_path / f"{CONFIG}.before").read_text() == "mine"
+    assert (tmp_path / f"{CONFIG}.before.2").read_text() == "mine again"
+
+
+def test_what_only_root_may_read_stays_so(tmp_path: Path) -> None:
+    """An environment file is where people put tokens."""
+    path = installed(tmp_path) / FILES["producer.env"]
+    path.write_text("HF_TOKEN=s")
+    path.chmod(0o600)
+    installed(tmp_path, "--force")
+    for one in (path, path.with_name(f"{path.name}.before")):
+        assert one.stat().st_mode & 0o777 == 0o600
+
+
+def test_replacement_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    """Such as on a full disk: a unit without its environment file does not start."""
+    path = installed(tmp_path) / FILES["producer.env"]
+    path.write_text("mine")
+    (path.parent / f".{path.name}.part").mkdir()
+    options = ["--root", str(tmp_path), "--bin", "/usr/bin", "--force"]
+    assert main(["install-units", *options]) == 2
+    assert path.read_text() == "mine"
+
+
+def test_masked_unit_is_kept_and_its_successor_is_nobody_elses_to_write(tmp_path: Path) -> None:
+    """/dev/null, which it is a link to, may be written by everybody."""
+    unit = installed(tmp_path) / FILES["draftfeed-consumer.service"]
+    unit.unlink()
+    unit.symlink_to("/dev/null")
+    installed(tmp_path)
+    assert unit.is_symlink()
+    installed(tmp_path, "--force")
+    assert unit.lstat().st_mode & 0o777 == 0o644
+    assert unit.with_name(f"{unit.name}.before").is_symlink()
+
+
+def test_file_that_was_removed_stays_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or an upgrade would open the sandbox again."""
+    path = installed(tmp_path) / GPU[0]
+    path.unlink()
+    capsys.readouterr()
+    installed(tmp_path)
+    assert not path.exists()
+    assert f"gone       {path}  removed: left alone" in capsys.readouterr().out
+    installed(tmp_path, "--force")
+    assert path.exists()
+
+
+def test_without_gpus_the_drop_ins_that_are_there_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed(tmp_path)
+    capsys.readouterr()
+    installed(tmp_path, "--no-gpu")
+    assert f"{tmp_path / GPU[0]} is there and opens the sandbox" in capsys.readouterr().err
+
+
+def test_strict_umask_hides_nothing_from_services(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        installed(tmp_path / "root")
+    finally:
+        os.umask(before)
+    directories = [path for path in (tmp_path / "root").rglob("*") if path.is_dir()]
+    modes = {path.name: path.stat().st_mode & 0o777 for path in directories}
+    assert modes.pop("keys") == 0o700
+    assert set(modes.values()) == {0o755}
+
+
+@pytest.mark.parametrize("directory", ["/opt/my apps/bin", "/opt/100%/bin", '/opt/"/bin'])
+def test_path_that_a_unit_cannot_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str
+) -> None:
+    assert main(["install-units", "--root", str(tmp_path), "--bin", directory]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_older_file_of_ours_is_updated(tmp_path: Path) -> None:
@@ -92,11 +173,28 @@ def test_place_that_cannot_be_written_is_one_line(
     assert str(tmp_path) in error
 
 
+@pytest.mark.parametrize("directory", ["/root/venv/bin", "/tmp/venv/bin"])
 def test_command_that_services_cannot_see_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str
+) -> None:
+    assert main(["install-units", "--root", str(tmp_path), "--bin", directory]) == 0
+    assert f"{directory} is hidden from services" in capsys.readouterr().err
+
+
+def test_command_that_is_not_there_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["install-units", "--root", str(tmp_path), "--bin", "/root/venv/bin"]) == 0
-    assert "/root/venv/bin is hidden from services" in capsys.readouterr().err
+    assert main(["install-units", "--root", str(tmp_path), "--bin", "/opt/nothing"]) == 0
+    assert "there is no /opt/nothing/draftfeed yet" in capsys.readouterr().err
+
+
+def test_root_that_is_a_file_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "file"
+    root.write_text("")
+    assert main(["install-units", "--root", str(root), "--bin", "/usr/bin"]) == 2
+    assert "choose another --root" in capsys.readouterr().err
 
 
 def test_no_unit_takes_the_stream_from_another() -> None:

@@ -1,24 +1,31 @@
 """What the service manager is told, read from a real NOTIFY_SOCKET."""
 
 import os
+import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 from msgspec import structs
 
+import stuck_child
 from draftfeed_deploy import notify
 from draftfeed_deploy.conditions import ConsumerLook, ProducerLook
 from draftfeed_deploy.errors import RunFailed
-from draftfeed_deploy.notify import Condition, Silent, announced
+from draftfeed_deploy.notify import Condition, Silent
 from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot
 from processes import Run
 
 pytestmark = pytest.mark.timeout(60)
+Announced: TypeAlias = AbstractContextManager[notify.Announcer | Silent]
 
 
 class Manager:
@@ -37,6 +44,13 @@ class Manager:
             self.seen.append(text)
             if text.startswith(beginning):
                 return text
+
+    def settle(self, seconds: float) -> None:
+        """Take what comes in that time."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if select.select([self._socket], [], [], left)[0]:
+                self.seen.append(self._socket.recv(4096).decode())
 
     def rest(self) -> list[str]:
         self._socket.settimeout(0)
@@ -57,6 +71,10 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manager
     monkeypatch.setattr(notify, "LOOK_SECONDS", 0.01)
     yield manager
     manager.close()
+
+
+def announced(look: Callable[[], Condition], end_seconds: float = 60.0) -> Announced:
+    return notify.announced(look, end_seconds)
 
 
 class Service:
@@ -145,12 +163,19 @@ def test_stop_that_is_over_at_once_is_said_all_the_same(manager: Manager) -> Non
     assert "STOPPING=1" in manager.rest()
 
 
-def test_extensions_end(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a start that hangs would never be given up."""
-    monkeypatch.setattr(notify, "MAX_EXTENDED_SECONDS", 0.05)
+@pytest.mark.parametrize("stage", ["starting", "ending"])
+def test_extensions_end(manager: Manager, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Or what hangs would never be given up: a start, or a drain whose checkpoint goes to a file
+    system that does not answer."""
+    monkeypatch.setattr(notify, "MAX_START_SECONDS", 0.05)
     monkeypatch.setattr(notify, "EXTEND_SECONDS", 0.03)
     service = Service()
-    with announced(service):
+    if stage == "ending":
+        service.now(stage="running")
+    with announced(service, end_seconds=0.05) as announcer:
+        if stage == "ending":
+            manager.wait_for("READY=1")
+            announcer.stopping = True
         manager.wait_for("EXTEND_TIMEOUT_USEC=")
         for turn in range(20):  # well beyond the limit
             service.now(words=f"turn {turn}")
@@ -160,6 +185,21 @@ def test_extensions_end(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> No
             service.now(words=f"later {turn}")
             manager.wait_for(f"STATUS=later {turn}")
     assert not [text for text in manager.rest() if text.startswith("EXTEND")]
+
+
+def test_end_is_extended_for_as_long_as_a_drain_may_take(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beyond what a start may take."""
+    monkeypatch.setattr(notify, "MAX_START_SECONDS", 0.0)
+    monkeypatch.setattr(notify, "EXTEND_SECONDS", 0.03)
+    service = Service()
+    service.now(stage="running")
+    with announced(service, end_seconds=60.0) as announcer:
+        manager.wait_for("READY=1")
+        announcer.stopping = True
+        for _ in range(5):
+            manager.wait_for("EXTEND_TIMEOUT_USEC=")
 
 
 def test_reload_is_bracketed_also_when_it_fails(manager: Manager) -> None:
@@ -226,7 +266,7 @@ def test_words_of_a_producer_have_rate_lag_and_state() -> None:
     assert look().stage == "starting"  # an engine may only now begin to load
     assert look() == Condition(
         "running",
-        "generating; 0.0 MB/s to members, 1 attached; 5 of 9 prompts, 0 tokens/s; "
+        "generating; 0.0 MB/s to members, 1 attached; 3 of 9 prompts, 0 tokens/s; "
         "3 samples not committed, the oldest for 7 s; PAUSED: the disk is full",
         0.5,
     )
@@ -269,6 +309,8 @@ def test_services_say_it_all_from_start_to_end(tmp_path: Path) -> None:
         managers["consumer"].wait_for("READY=1")
         managers["consumer"].wait_for("WATCHDOG=1")
         run.wait_for_lines("consumer/steps.jsonl", 5)
+        consumer.send_signal(signal.SIGHUP)  # as one may send it to all services
+        run.wait_for(consumer, "a consumer has nothing to reload")
         consumer.terminate()
         managers["consumer"].wait_for("STOPPING=1")
         run.succeeds(consumer)
@@ -280,3 +322,39 @@ def test_services_say_it_all_from_start_to_end(tmp_path: Path) -> None:
         run.kill_all()
         for manager in managers.values():
             manager.close()
+
+
+@pytest.mark.parametrize("name", ["producer", "consumer"])
+def test_watchdog_of_a_service_is_fed_by_the_loop_that_moves_data(
+    tmp_path: Path, name: str
+) -> None:
+    """And not by the thread that feeds it, which goes on when that loop hangs."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    run, manager = Run(directory, rate=400, samples=5000), Manager(tmp_path / "notify")
+    if name == "consumer":
+        run.start("producer")
+    child = subprocess.Popen(
+        [sys.executable, stuck_child.__file__, name, "-c", f"{name}.toml"],
+        cwd=directory,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "NOTIFY_SOCKET": manager.address,
+        },
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        manager.wait_for("READY=1")
+        manager.wait_for("WATCHDOG=1")
+        (directory / stuck_child.STUCK).touch()
+        manager.settle(5 * notify.LOOK_SECONDS)
+        assert child.poll() is None
+        manager.seen.clear()
+        manager.settle(4 * notify.LOOK_SECONDS)
+        assert "WATCHDOG=1" not in manager.seen
+    finally:
+        child.kill()
+        child.wait()
+        run.kill_all()
+        manager.close()

@@ -12,7 +12,7 @@ import pytest
 
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.plan import plan
-from draftfeed_deploy.plan_files import load
+from draftfeed_deploy.plan_files import WHOLE, load
 from draftfeed_deploy.plan_outcome import as_json, outcome
 from draftfeed_deploy.plan_results import results
 from draftfeed_deploy.plan_units import plain
@@ -375,6 +375,8 @@ def others(key: str, value: Any) -> list[Any]:
         return [str(not value).lower()]
     if isinstance(value, str) or value is None:
         return []
+    if key in WHOLE:
+        return [value + 1, 2 * value]
     return [0.7 * value, min(1.0, 1.4 * value) if value < 1 else 1.4 * value]
 
 

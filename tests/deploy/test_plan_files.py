@@ -356,6 +356,7 @@ def test_a_benchmark_that_cannot_be_used_is_one_line(
         (MINE + "[layuot]\nbatch = 1\n", "did you mean 'layout'?"),
         (MINE + "[layout]\nbacth = 1\n", "did you mean 'batch'?"),
         (MINE + "[layout]\nbatch = 0\n", "layout.batch"),
+        (MINE + "[layout]\nreplicas = 0.5\n", "layout.replicas is 0.5, which is no whole number"),
         (MINE + "[layout]\nbatch = nan\n", "layout.batch"),
         (MINE + "[layout]\nbatch = inf\n", "layout.batch"),
         (MINE + '[layout]\nbatch = "64"\n', "layout.batch"),
@@ -365,7 +366,7 @@ def test_a_benchmark_that_cannot_be_used_is_one_line(
         (MINE.replace("prompts = 1000", "longest_tokens = 100"), "longest_tokens"),
         (MINE.replace("b-split", "missing"), "neither a file nor a scenario"),
         (MINE.replace("b-split", "missing.toml"), "cannot be read"),
-        (MINE.replace("b-split", "mine.toml"), "extend each other"),
+        (MINE.replace("b-split", "mine.toml"), "or itself"),
         ("extends = 1\n", "extends"),
         (MINE + '[target]\nconfig = "nowhere"\n', "cannot be read"),
         (WHOLE, "target.hidden_size"),
@@ -377,6 +378,11 @@ def test_a_bad_file_is_one_line(
     line = fails(capsys, "--scenario", write(tmp_path / "mine.toml", text))
     assert line.startswith("draftfeed: ")
     assert words in line
+
+
+def test_a_file_without_end_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.toml").symlink_to("/dev/zero")
+    assert "has more than" in fails(capsys, str(tmp_path / "mine.toml"))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`draftfeed plan --from`: a running producer's figures in the place of assumptions."""
 
+import itertools
 import json
 import re
 import threading
@@ -7,15 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.lengths import class_of, no_lengths
+from draftfeed_deploy.metrics import Identity
 from draftfeed_deploy.plan_live import assumed_output, capturing_seconds
 from draftfeed_deploy.plan_outcome import outcome
 from draftfeed_deploy.records import ProducerSnapshot
+from samples import DESCRIPTOR
 from shown import shown
 from snapshots import consumed, produced
 
@@ -243,6 +247,13 @@ def odd() -> Iterator[Callable[[bytes], str]]:
 
 
 P = b"draftfeed_producer_"
+CONFIG = {
+    "num_hidden_layers": 4,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 4,
+    "vocab_size": 1000,
+}
 
 
 @pytest.mark.parametrize(
@@ -275,6 +286,58 @@ def test_figures_that_are_no_numbers_are_as_good_as_none(
     body = P + b"prompts 10\n" + P + b"captured_rows_total NaN\n" + P + b"fed_tokens_total +Inf\n"
     assert main(["plan", "--for", "1", "--from", odd(body)]) == 0
     assert "too early" in capsys.readouterr().out
+
+
+INFO = P + b'info{model="%s",stream_id="%s"} 1\n' + P + b"prompts 10\n"
+
+
+def test_what_a_producer_is_called_does_nothing_to_a_terminal(
+    capsys: pytest.CaptureFixture[str], odd: Callable[[bytes], str]
+) -> None:
+    body = INFO % (b"\x1b[31mred\\n\\nPASSED", b"1")
+    assert main(["plan", "--for", "1", "--from", odd(body)]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert r"\x1b[31mred\n\nPASSED" in shown
+    assert "PASSED" not in shown.splitlines()
+
+
+def test_another_producer_at_the_second_look_is_one_line(
+    capsys: pytest.CaptureFixture[str], odd: Callable[[bytes], str]
+) -> None:
+    """Its counters were taken for those of the first."""
+    looks = itertools.count()
+
+    class Changing(Odd):
+        @property
+        def body(self) -> bytes:  # type: ignore[override]
+            return INFO % (b"m", b"%d" % next(looks))
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Changing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert "another producer answered" in refusal(capsys, "--from", url)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_run_of_another_target_is_doubted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SmolLM2's rates went into the plan of a 27B without a word."""
+    (tmp_path / "Other").mkdir()
+    (tmp_path / "Other" / "config.json").write_text(json.dumps(CONFIG))
+    mine = tmp_path / "mine.toml"
+    mine.write_text('extends = "b-split"\n[target]\nconfig = "Other"\n')
+    with shown(steady(5000), identity=lambda: Identity("1", DESCRIPTOR)) as url:
+        assert main(["plan", str(mine), "--for", "1", "--from", url]) == 0
+        words = capsys.readouterr().out
+        assert main(["plan", "b-split", "--for", "1", "--from", url]) == 0
+        unnamed = capsys.readouterr().out
+    assert "warning  measured with target tiny; the plan's is Other" in words
+    assert "the plan names none to compare" in unnamed
 
 
 def test_redirection_is_not_followed(

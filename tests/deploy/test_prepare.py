@@ -163,6 +163,66 @@ def test_parquet_is_read_as_jsonl_is(tmp_path: Path, targets: dict[str, Path]):
     ]
 
 
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.binary(), pyarrow.large_binary()])
+def test_text_that_parquet_does_not_call_text_is_text(
+    tmp_path: Path, targets: dict[str, Path], kind: Any
+):
+    """Older writers do not; it was taken as base64, and passed."""
+    message = pyarrow.struct([("role", kind), ("content", kind)])
+    rows = pyarrow.table(
+        {
+            "id": pyarrow.array([b"a", b"b", b"c"]).cast(kind),
+            "messages": pyarrow.array(
+                [[{"role": b"user", "content": text}] for text in ("Köln".encode(), b"x", b"y")],
+                pyarrow.list_(
+                    pyarrow.struct([("role", pyarrow.binary()), ("content", pyarrow.binary())])
+                ),
+            ).cast(pyarrow.list_(message)),
+        }
+    )
+    pyarrow.parquet.write_table(rows, tmp_path / "set.parquet")
+    lines, report = run(tmp_path / "set.parquet", targets["PLAIN"])
+    assert lines[0] == {"id": "a", "messages": [user("Köln")]}
+    assert report["written"] == 3
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path, targets: dict[str, Path]):
+    table = pyarrow.table({"prompt": pyarrow.array([b"fox", b"\xff\xfe"], pyarrow.binary())})
+    pyarrow.parquet.write_table(table, tmp_path / "set.parquet")
+    lines, report = run(tmp_path / "set.parquet", targets["PLAIN"])
+    assert [line["prompt"] for line in lines] == ["fox"]
+    assert report["faults"] == [{"row": 2, "reason": "has text that is not UTF-8"}]
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path: Path, targets: dict[str, Path]):
+    source = write(tmp_path / "set.jsonl", b'\xef\xbb\xbf{"prompt": "fox"}', {"prompt": "x"})
+    lines, _ = run(source, targets["PLAIN"])
+    assert [line["prompt"] for line in lines] == ["fox", "x"]
+
+
+def test_what_is_left_out_of_messages_is_told(tmp_path: Path, targets: dict[str, Path]):
+    """Thinking, calls and weights went without a word."""
+    called = {
+        "role": "assistant",
+        "content": "x",
+        "function_call": {"name": "f", "arguments": "{}"},
+    }
+    source = write(
+        tmp_path / "set.jsonl",
+        {"messages": [user("1"), called, {"role": "function", "name": "f", "content": "y"}]},
+        {"messages": [user("2"), says("x", reasoning="deep"), user("on")]},
+        {"messages": [user("3"), says("x", thinking="deep"), user("on")]},
+        {"messages": [user("4"), says("x", weight=0, refusal=None), user("on")]},
+        {"conversations": [{"from": "human", "value": "5", "image": "x.png"}]},
+    )
+    lines, report = run(source, targets["PLAIN"])
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    assert lines[0]["messages"][1]["tool_calls"] == [call]
+    assert lines[0]["messages"][2] == {"role": "tool", "name": "f", "content": "y"}
+    assert [line["messages"][1]["reasoning_content"] for line in lines[1:3]] == ["deep", "deep"]
+    assert report["columns_left_out"] == {"messages[].weight": 1, "conversations[].image": 1}
+
+
 def test_a_parquet_row_that_is_not_utf8_is_named_and_costs_no_other(
     tmp_path: Path, targets: dict[str, Path]
 ):
@@ -194,21 +254,6 @@ def test_duplicates_and_long_ones_are_left_out_by_number(
     assert "row 2: is a duplicate of row 1" in text
     assert "row 3: " in text
     assert "the limit is 60" in text
-
-
-def test_a_row_whose_id_was_there_is_not_the_first_of_its_duplicates(
-    tmp_path: Path, targets: dict[str, Path]
-):
-    """Nothing of it is in the file."""
-    source = write(
-        tmp_path / "set.jsonl",
-        {"id": "a", "prompt": "fox"},
-        {"id": "a", "prompt": "hello"},
-        {"id": "b", "prompt": "hello"},
-    )
-    lines, report = run(source, targets["PLAIN"])
-    assert [line["id"] for line in lines] == ["a", "b"]
-    assert (report["duplicates"], report["broken"]) == (0, 1)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -249,8 +294,9 @@ BROKEN: dict[str, tuple[Table | bytes, str]] = {
     "a number too large": (b'{"prompt_ids": [123456789012345678901234567890]}', "prompt_ids"),
     "a role that is no word": ({"messages": [{"role": ["user"], "content": "x"}]}, "role"),
     "a speaker that is no word": ({"conversations": [{"from": {}, "value": "x"}]}, '"from" is {}'),
-    "an id twice": ({"id": "good", "prompt": "another"}, "also that of row 1"),
     "only an answer": ({"messages": [says("x")]}, "empty"),
+    "a number beyond all bounds": (b'{"prompt": "y", "n": 1e400}', "out of range"),
+    "an id that is none": ({"prompt": "y", "id": {"a": 1}}, '"id" is neither text nor a number'),
 }
 
 
@@ -265,6 +311,14 @@ def test_a_broken_row_is_named_and_costs_no_other(
     ((fault),) = report["faults"]
     assert fault["row"] == 2
     assert reason in fault["reason"]
+
+
+def test_an_id_that_comes_again_costs_no_row(tmp_path: Path, targets: dict[str, Path]):
+    """Sets are put together of parts that each count from 1."""
+    rows = [{"id": 1, "prompt": "x"}, {"id": 1, "prompt": "y"}, {"id": 1, "prompt": "x"}]
+    lines, report = run(write(tmp_path / "set.jsonl", *rows), targets["PLAIN"])
+    assert [(line["id"], line["prompt"]) for line in lines] == [("1", "x"), ("1#2", "y")]
+    assert (report["renamed"], report["duplicates"], report["broken"]) == (1, 1, 0)
 
 
 def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, targets: dict[str, Path]):
@@ -395,10 +449,10 @@ def test_responses_that_are_all_the_same_are_an_error(tmp_path: Path, targets: d
 
 def test_a_small_set_of_one_answer_is_an_error(tmp_path: Path, targets: dict[str, Path]):
     """Less than half a window, at which the producer would look first."""
-    rows = [{"messages": [user(f"{n}?"), says("OK.")]} for n in range(60)]
+    rows = [{"messages": [user(f"{n}?"), says("OK.")]} for n in range(40)]
     source = write(tmp_path / "set.jsonl", *rows)
     _, report = run(source, targets["PLAIN"], "--mode", "prefill", code=1)
-    assert "the quality gate closes at the end: 60 of the last 60" in report["errors"][0]
+    assert "the quality gate closes at the end: 40 of 40 responses in a row" in report["errors"][0]
 
 
 def test_the_page_shows_faults_as_text(tmp_path: Path, targets: dict[str, Path]):

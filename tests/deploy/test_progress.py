@@ -61,7 +61,9 @@ def test_panels_show_both_services_with_sizes_and_ratio() -> None:
         panels.view("producer").show(
             produced(
                 1.0,
-                samples=50,
+                samples=20,
+                committed=30,
+                spooled=20,
                 logical_bytes=3_000_000,
                 encoded_bytes=2_000_000,
                 spool_bytes=1_500_000,
@@ -95,7 +97,13 @@ def test_members_and_term_are_named_so_that_a_takeover_is_seen() -> None:
 
 
 def test_samples_that_were_made_again_are_counted() -> None:
-    assert "samples 5 of 200 (2 made again);" in text_of(produced(1.0, samples=5, regenerated=2))
+    assert "samples 5 of 200 (2 made again);" in text_of(produced(1.0, spooled=5, regenerated=2))
+
+
+def test_samples_of_earlier_processes_are_among_those_that_are_made() -> None:
+    """After a restart it said "0 of 200", as if all were lost."""
+    now = produced(1.0, samples=0, committed=30, leased=20, spooled=4, rejected=1)
+    assert "samples 55 of 200;" in text_of(now)
 
 
 def test_link_tells_one_missing_producer_from_all() -> None:

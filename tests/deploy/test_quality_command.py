@@ -60,9 +60,11 @@ def test_a_small_file_is_judged_at_its_end(
     tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ):
     """It has less than half a window, at which the producer would look first."""
-    assert judge(write(tmp_path / "done.jsonl", ["OK."] * 99), target) == 1
+    assert judge(write(tmp_path / "done.jsonl", ["OK."] * 45), target) == 1
     head = capsys.readouterr().out.splitlines()[0]
-    assert head.startswith("FAILED: the gate closes after 99 responses: 99 of the last 99")
+    assert head.startswith(
+        "FAILED: the gate closes after 45 responses: 45 of 45 responses in a row are"
+    )
     answers = ["OK."] * 9 + [f"the quick brown fox {n} says hello" for n in range(40)]
     assert judge(write(tmp_path / "good.jsonl", answers), target) == 0
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from rich.cells import cell_len
 
 from draftfeed_deploy import top_watch
-from draftfeed_deploy.board import Document, LogLine, Outcome, Rates
+from draftfeed_deploy.board import Document, LogLine, Outcome, Rates, decoded, encoded
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.drift import Drift
 from draftfeed_deploy.errors import StatusBindError
@@ -23,6 +25,7 @@ from draftfeed_deploy.records import ConsumerSnapshot, ProducerSnapshot
 from draftfeed_deploy.top import Top
 from draftfeed_deploy.top_view import graph, picture
 from draftfeed_deploy.top_watch import Service, Watch, totals
+from ports import held_port
 from shown import served, shown
 from snapshots import consumed, produced
 
@@ -67,6 +70,12 @@ def on_screen(
     asyncio.run(run())
 
 
+@pytest.fixture
+def bind() -> Iterator[str]:
+    with held_port() as number:
+        yield f"127.0.0.1:{number}"
+
+
 def test_producers_and_consumers_on_one_screen() -> None:
     with ExitStack() as stack:
         urls = [stack.enter_context(shown(lambda: made(spooled=6))) for _ in range(2)]
@@ -89,11 +98,7 @@ def test_producers_and_consumers_on_one_screen() -> None:
         on_screen(urls, act)
 
 
-def test_service_that_goes_away_is_shown_as_gone_and_comes_back() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        bind = f"127.0.0.1:{probe.getsockname()[1]}"
-
+def test_service_that_goes_away_is_shown_as_gone_and_comes_back(bind: str) -> None:
     async def act(screen: Screen) -> None:
         with shown(made, bind):
             await screen.until(lambda: "7/200" in screen.text, "the producer")
@@ -143,6 +148,32 @@ def test_screen_of_any_size(size: tuple[int, int]) -> None:
         on_screen([url], act, size)
 
 
+def test_narrow_terminal_shows_the_left_of_each_line() -> None:
+    """Wrapped, each line took two rows, and graphs were torn apart."""
+    with shown(made) as url:
+
+        async def act(screen: Screen) -> None:
+            await screen.until(lambda: "7/200" in screen.text, "the producer")
+            rows = len(screen.text.splitlines())
+            await screen.until(lambda: screen.top.picture.size.height == rows, f"{rows} rows")
+
+        on_screen([url], act, (40, 10))
+
+
+def test_loss_that_is_no_number_is_told() -> None:
+    """It was left out, as if the trainer said none."""
+    lines = lines_of(document(service="consumer", consumer=trained(loss_lost=True)))
+    assert any(line.startswith("  term 3, step 41, loss is no number, ") for line in lines)
+
+
+def test_loss_of_any_size_is_shown() -> None:
+    """What it said of itself was refused as no status, just when training diverged."""
+    said = encoded(document(service="consumer", consumer=trained(loss=1e300)))
+    assert any(
+        line.startswith("  term 3, step 41, loss 1.00e+300, ") for line in lines_of(decoded(said))
+    )
+
+
 def test_names_from_the_network_cannot_move_the_cursor_or_style_the_text() -> None:
     evil = "\x1b[2J[bold red]x[/]\r\n\u202e"
     with shown(lambda: made(phase=evil, members=[evil], alarm=evil)) as url:
@@ -155,6 +186,12 @@ def test_names_from_the_network_cannot_move_the_cursor_or_style_the_text() -> No
         on_screen([url], act)
 
 
+COUNTERS = (
+    b'"time_seconds": 1, "samples": 1, "tokens": 1, "response_tokens": 1, "logical_bytes": 1, '
+    b'"wire_bytes": 1'
+)
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -165,6 +202,10 @@ def test_names_from_the_network_cannot_move_the_cursor_or_style_the_text() -> No
         b'{"rates": {"wire_bytes": [-1]}}',
         b'{"forecast": {"seconds": 1e300}}',
         b'{"log": [{"time_seconds": 1e300}]}',
+        b'{"producer": {%s, "spool_bytes": %s}}' % (COUNTERS, b"9" * 400),
+        b'{"producer": {%s, "leased": -1}}' % COUNTERS,
+        b'{"producer": {%s, "stall_seconds": {"x": 1e300}}}' % COUNTERS,
+        b'{"stalls": {"x": 1e300}}',
         b"[" * 100_000,
         b" " * (5 << 20),
     ],
@@ -176,6 +217,29 @@ def test_service_that_says_nonsense_is_shown_as_such(body: bytes) -> None:
     assert found.gone_since is not None
     assert "is no status of a service" in found.why or "more than" in found.why
     assert url[7:] in "\n".join(line.plain for line in picture([found], 80, time.time()))
+
+
+def test_service_that_sends_a_byte_at_a_time_is_gone() -> None:
+    """Each byte came in time, so that it was shown with its last picture for hours."""
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            client, _ = server.accept()
+            with client, suppress(OSError):
+                client.sendall(b"HTTP/1.1 200 OK\r\n")
+                while not over.wait(0.1):
+                    client.sendall(b"X")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        began = time.monotonic()
+        found = top_watch.asked(Service(f"http://127.0.0.1:{server.getsockname()[1]}"))
+        took = time.monotonic() - began
+        over.set()
+        dripping.join()
+    assert found.why == "no answer within 2 s"
+    assert took < top_watch.ASK_SECONDS + 1
 
 
 def test_service_that_says_a_lot_is_cut() -> None:
@@ -207,6 +271,24 @@ def test_services_of_this_machine_are_found() -> None:
         assert mine.document is not None
         assert mine.document.producer is not None
         assert mine.document.producer.prompts == 8765
+
+
+def test_service_of_this_machine_that_hangs_is_found_as_such() -> None:
+    """It was left out, just when one looks for it; and each held up the search for two seconds."""
+    with ExitStack() as stack:
+        silent: list[str] = []
+        for port in range(top_watch.FIRST_PORT, top_watch.FIRST_PORT + top_watch.PORTS):
+            with suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                silent.append(f"http://127.0.0.1:{port}")
+            if len(silent) == 6:
+                break
+        other = stack.enter_context(served(b"<html>"))
+        watch = stack.enter_context(Watch())
+        watch.wait()
+        found = {one.url: one for one in watch.services()}
+        assert {found[url].why for url in silent} == {"no answer within 2 s"}
+        assert other not in found
 
 
 def test_no_service_is_said_and_waited_for() -> None:
@@ -327,6 +409,20 @@ def test_once_prints_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.startswith("draftfeed top   1 producer")
     assert "7/200" in printed
     assert "something" in printed
+
+
+def test_log_that_knows_ascii_alone_gets_question_marks() -> None:
+    """As cron's does: it was a traceback."""
+    with shown(made) as url:
+        done = subprocess.run(
+            [sys.executable, "-m", "draftfeed_deploy.cli", "top", "--once", url],
+            env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "7/200" in done.stdout
 
 
 def test_what_cannot_be_asked_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import zmq
 
+from draftfeed_consumer.credentials import Credentials
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId
 
@@ -15,21 +16,33 @@ Kind = TypeVar("Kind", bound=m.Message)
 class BareMember:
     """Attached when made. One thread uses it."""
 
-    def __init__(self, address: str, term: int = 1) -> None:
+    def __init__(self, address: str, term: int = 1, credentials: Credentials | None = None) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2000)
+        if credentials is not None:
+            credentials.secure(self._socket)
         self._socket.connect(address)
         self._number = 0
         self.received: list[SampleId] = []
         """Whole ones, in order."""
         self.seen: list[m.FromProducer] = []
         name = str(term)
-        fence = m.Fence(
+        self._send(self._fence(name, term))
+        self.granted = self.until(m.Granted)
+
+    def take_again(self, term: int) -> m.FromProducer:
+        """As another process would; the answer."""
+        self._send(self._fence(str(term), term))
+        self.seen.clear()
+        answers = (m.Granted, m.Refused)
+        self._until(lambda: any(isinstance(one, answers) for one in self.seen), "answer")
+        return next(one for one in self.seen if isinstance(one, answers))
+
+    def _fence(self, name: str, term: int) -> m.Fence:
+        return m.Fence(
             group="g", member="0", incarnation=name, process=name, term=term, takeover=term > 1
         )
-        self._send(fence)
-        self.granted = self.until(m.Granted)
 
     def open(self, trained: Iterable[SampleId] = (), rollback: str = "") -> None:
         wire = IdSet(trained).to_wire()

@@ -11,8 +11,10 @@ from asset_targets import make_plain
 from draftfeed_producer.asset_desk import (
     MAX_ALL_REQUESTS,
     MAX_ALL_UNSENT_PIECES,
+    MAX_PEERS,
     MAX_REQUESTS,
     MAX_UNSENT_PIECES,
+    SLOW_SECONDS,
     STALL_SECONDS,
     AssetDesk,
     Piece,
@@ -116,6 +118,30 @@ def test_what_lies_in_memory_for_all_peers_has_a_limit(desk: Desk) -> None:
     assert desk.turns() == []
     desk.taken(senders[0])
     assert desk.turns() == [b"late"]
+
+
+def test_peers_that_take_nothing_hold_up_nobody_for_long(desk: Desk) -> None:
+    """Symptom: sixteen connections that read nothing, and no training node gets the files."""
+    for n in range(MAX_ALL_UNSENT_PIECES):
+        for _ in range(2):
+            assert desk.fetch(b"deaf %d" % n) is None
+    assert len(desk.turns()) == MAX_ALL_UNSENT_PIECES
+    assert desk.fetch(b"polite") is None
+    assert desk.turns() == []
+    desk.now += SLOW_SECONDS + 1
+    assert b"polite" in desk.turns()
+
+
+def test_peers_that_take_nothing_have_a_limit(desk: Desk) -> None:
+    for n in range(MAX_PEERS):
+        assert desk.fetch(b"deaf %d" % n) is None
+        desk.turns()
+        desk.now += SLOW_SECONDS / 8
+    answer = desk.fetch(b"one more")
+    assert isinstance(answer, m.Refused)
+    assert answer.code == "busy"
+    desk.taken(b"deaf 0")
+    assert desk.fetch(b"one more") is None
 
 
 def test_what_a_lost_peer_asked_for_is_void(desk: Desk) -> None:

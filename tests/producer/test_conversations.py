@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
+import samples
 import tiny_models
 from draftfeed_producer.archive import ArchiveConfig
 from draftfeed_producer.config import ProducerConfig
-from draftfeed_producer.conversations import OutputConfig, Writer
+from draftfeed_producer.conversations import Conversations, OutputConfig, Writer
 from draftfeed_producer.engines import (
     CaptureConfig,
     SamplingConfig,
@@ -223,6 +225,88 @@ def test_messages_keep_the_prompt_as_it_was(run: Run):
     assert lines[str(COUNT - 1)]["prompt_ids"] == [5, 6]
 
 
+ENDED, CUT = "quick brown fox<|im_end|>", "the quick brown"
+
+
+@pytest.mark.parametrize("form", ["messages", "ids"])
+@pytest.mark.parametrize(("answer", "finish"), [(ENDED, "stop"), (CUT, "length")])
+@pytest.mark.parametrize(
+    "prompt", [{"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "the"}]
+)
+def test_prefill_mode_makes_the_same_tokens_of_a_line(
+    tmp_path: Path, form: Any, answer: str, finish: str, prompt: Table
+):
+    """Responses that were cut got an end token, and those behind a plain prompt lost theirs."""
+    tokenizer = tiny_models.make_tokenizer(tmp_path / "t")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(prompt) + "\n")
+    file = PromptFile(PromptsConfig(path=str(path)), tokenizer, 400)
+    (asked,) = file.prompts()
+    writer = Writer(OutputConfig(form=form), file, tokenizer, {tokenizer.eos_token_id})
+    space = " " if "prompt" in prompt else ""
+    response = tokenizer(space + answer, add_special_tokens=False)["input_ids"]
+    ids = np.array([*asked.input_ids, *response], np.int32)
+    mask = np.arange(len(ids)) >= len(asked.input_ids)
+    path.write_bytes(writer.line(asked.id, ids, mask.astype(np.uint8), finish))
+    file.close()
+    done = PromptFile(PromptsConfig(path=str(path)), tokenizer, 400, "prefill")
+    (made,) = done.prompts()
+    done.close()
+    assert made.response_ids is not None
+    assert made.input_ids.tolist() == asked.input_ids.tolist()
+    assert (made.response_ids.tolist(), made.finish_reason) == (response, finish)
+    assert ("prompt_ids" in json.loads(path.read_bytes())) == (form == "ids")
+
+
+def test_a_line_that_prefill_mode_would_refuse_has_ids(tmp_path: Path):
+    """One of them ended the producer. The template here drops what was thought."""
+    tokenizer = tiny_models.make_tokenizer(tmp_path / "t")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    file = PromptFile(PromptsConfig(path=str(path)), tokenizer, 400)
+    writer = Writer(OutputConfig(), file, tokenizer, {tokenizer.eos_token_id})
+    response = tokenizer("<think>fox</think>brown<|im_end|>")["input_ids"]
+    ids = np.array([5, *response], np.int32)
+    (asked,) = file.prompts()
+    line = json.loads(writer.line(asked.id, ids, np.array([0] + [1] * len(response)), "stop"))
+    file.close()
+    assert (line["prompt_ids"], line["response_ids"]) == ([5], response)
+
+
+def test_a_sample_that_is_made_again_keeps_its_first_line(tmp_path: Path):
+    """Its record had rotted; with sampling the second text may be another."""
+    tokenizer = tiny_models.make_tokenizer(tmp_path / "t")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_ids": [5, 6]}\n')
+    prompts = PromptFile(PromptsConfig(path=str(path)), tokenizer, 400)
+    writer = Writer(OutputConfig(), prompts, tokenizer, {tokenizer.eos_token_id})
+    done = Conversations(tmp_path / "done.jsonl", writer)
+    for seed in range(2):
+        made = samples.sample(seed)
+        done.write(msgspec.structs.replace(made, id=prompts.id(0), key="0"))
+    done.close()
+    prompts.close()
+    first = samples.sample(0)
+    (line,) = (tmp_path / "done.jsonl").read_text().splitlines()
+    assert json.loads(line)["response_ids"] == first.input_ids[first.loss_mask == 1].tolist()
+
+
+def test_a_link_to_a_file_stays_one_and_the_file_keeps_its_mode(run: Run):
+    """After a kill the lines went into a new file, beside the link, that everybody could read."""
+    real = run.directory / "disk" / "done.jsonl"
+    real.parent.mkdir()
+    real.touch(mode=0o600)
+    run.file.symlink_to(real)
+    run.start().made_all()
+    lines = real.read_bytes().splitlines(keepends=True)
+    real.write_bytes(b"".join(lines[:-1]) + lines[-1][:17])
+    run.start().made_all()
+    assert run.file.is_symlink()
+    assert stat.S_IMODE(real.stat().st_mode) == 0o600
+    assert sorted(real.read_bytes().splitlines(keepends=True)) == sorted(lines)
+    run.assert_same()
+
+
 def refused(run: Run, text: bytes, said: str) -> None:
     run.file.write_bytes(text)
     failure = run.start().failed()
@@ -288,6 +372,13 @@ def test_a_directory_that_is_not_there_is_one_line(run: Run):
     assert "cannot be written: No such file" in str(failure)
 
 
+def test_a_file_that_cannot_be_opened_costs_no_loading(run: Run):
+    """It was told after the target had been loaded, which takes minutes."""
+    failed = run.start(file=run.directory)
+    assert isinstance(failed.failed(), OutputFileError)
+    assert failed.service.descriptor is None
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     disk = tmp_path / "disk"
@@ -306,11 +397,40 @@ def test_a_full_disk_is_waited_out(run: Run, small_disk: Path):
     with other.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, free_bytes(small_disk))
     producer = run.start()
-    eventually(lambda: producer.service.statistics().spool_full_seconds > 0, "a stall")
+    eventually(lambda: producer.service.statistics().output_full_seconds > 0, "a stall")
+    stalled = producer.service.statistics()
+    assert (
+        stalled.output_alarm == "[output] conversations cannot be written: No space left on device"
+    )
+    assert stalled.spool_full_seconds == 0, "it sends operators to the trainer"
     assert len(producer.generated) < COUNT
     other.unlink()
     producer.made_all()
+    assert producer.service.statistics().output_alarm == ""
     run.assert_same()
+
+
+def test_a_line_that_a_full_disk_cut_is_taken_back(tmp_path: Path, small_disk: Path):
+    """The next try was glued to it."""
+    tokenizer = tiny_models.make_tokenizer(tmp_path / "t")
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_ids": [5, 6]}\n')
+    prompts = PromptFile(PromptsConfig(path=str(path)), tokenizer, 400)
+    writer = Writer(OutputConfig(), prompts, tokenizer, {tokenizer.eos_token_id})
+    done = Conversations(small_disk / "done.jsonl", writer)
+    long = msgspec.structs.replace(samples.sample(0, rows=9000), id=prompts.id(0), key="0")
+    other = small_disk / "somebody-else"
+    with other.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, free_bytes(small_disk) - 8192)
+    with pytest.raises(OSError, match="No space left"):
+        done.write(long)
+    assert (small_disk / "done.jsonl").stat().st_size == 0
+    other.unlink()
+    done.write(long)
+    done.close()
+    prompts.close()
+    (line,) = (small_disk / "done.jsonl").read_text().splitlines()
+    assert json.loads(line)["sample"] == str(long.id)
 
 
 def tokens_of(tokenizer: Any, prompt: str, response: str) -> tuple[np.ndarray, np.ndarray]:

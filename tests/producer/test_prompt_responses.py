@@ -146,6 +146,26 @@ THINKING = {
         chat("fox"),
         None,
     ),
+    "text of its own behind the answer": (
+        tiny_models.CHAT_TEMPLATE.replace("{{ m.content }}", "{{ m.content }} <think>quick"),
+        chat("fox"),
+        None,
+    ),
+    "the answer once more behind it": (
+        tiny_models.CHAT_TEMPLATE.replace("{{ m.content }}", "{{ m.content }} {{ m.content }}"),
+        chat("fox"),
+        None,
+    ),
+    "reasoning that is written twice": (
+        OPEN.replace("{{ m.reas", "{{ m.reasoning_content or '' }}{{ m.reas"),
+        chat("fox", reasoning_content="brown"),
+        None,
+    ),
+    "an answer that is moved into the thinking": (
+        OPEN.replace("\n</think>\n\n{{ text[-1].lstrip() }}", "{{ text[-1] }}\n</think>\n\n"),
+        chat("fox", reasoning_content="brown"),
+        None,
+    ),
 }
 
 
@@ -264,3 +284,86 @@ def test_ids_are_checked_in_every_line_when_the_file_is_opened(opened):
     lines = [{"prompt_ids": [5], "response_ids": [6]}] * 300
     with pytest.raises(PromptError, match="line 301: token id 5000"):
         opened(*lines, {"prompt_ids": [5], "response_ids": [5000]})
+
+
+TOOL = {"type": "function", "function": {"name": "weather"}}
+CALL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "arguments": {"city": 'K\u00f6ln "am Rhein"', "days": [1, 2.5]},
+    },
+}
+JSON_CALLS = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+WRITTEN_OUT = (
+    "{% for c in m.tool_calls or [] %}<tool_call><function={{ c.function.name }}>"
+    "{% for key, value in c.function.arguments.items() %}<parameter={{ key }}>\n{{ value }}\n"
+    "</parameter>{% endfor %}</function></tool_call>{% endfor %}"
+)
+"""As Qwen3.5 has it."""
+
+
+def calling(template: str) -> str:
+    """The tiny template with calls in that form."""
+    calls = "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}"
+    assert calls in tiny_models.CHAT_TEMPLATE
+    return tiny_models.CHAT_TEMPLATE.replace(calls, template)
+
+
+@pytest.mark.parametrize("form", [JSON_CALLS, WRITTEN_OUT])
+@pytest.mark.parametrize("content", ["quick fox", "", None])
+def test_a_call_of_a_tool_is_the_response_in_whatever_form(
+    opened, tokenizer: Any, form: str, content: str | None
+):
+    line = {**chat(content, tool_calls=[CALL]), "tools": [TOOL]}
+    prompt = only(opened(line, template=calling(form), limit=400))
+    answered = tokenizer.decode(prompt.response_ids)
+    assert "weather" in answered
+    assert answered.endswith("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "",
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
+        WRITTEN_OUT.replace("{{ value }}", "{{ value[0] }}"),
+        "{% if m.tool_calls %}<think>\n</think>{% endif %}" + JSON_CALLS,
+    ],
+)
+@pytest.mark.parametrize("content", ["quick fox", None])
+def test_a_call_that_the_template_leaves_out_is_refused(opened, form: str, content: str | None):
+    """What is left is an end token, or an announcement, and was trained on as the response."""
+    with pytest.raises(PromptError, match="line 1: the chat template makes"):
+        opened(chat(content, tool_calls=[CALL]), template=calling(form))
+
+
+@pytest.mark.parametrize("mode", ["live", "prefill"])
+def test_tools_and_calls_that_the_prompt_has_not_are_refused(opened, mode: str):
+    answer = chat("fox")["messages"] if mode == "prefill" else chat("fox")["messages"][:-1]
+    deaf = tiny_models.CHAT_TEMPLATE.replace("{% if tools %}", "{% if false %}")
+    with pytest.raises(PromptError, match="the chat template leaves `tools` out"):
+        opened({"messages": answer, "tools": [TOOL]}, mode=mode, template=deaf)
+    opened({"messages": answer}, mode=mode, template=deaf)
+    answer[1] = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    with pytest.raises(PromptError, match="the chat template leaves earlier tool calls out"):
+        opened({"messages": answer}, mode=mode, template=calling(""))
+    asked = {"role": "user", "content": 'weather: city, days of Köln "am Rhein", 1, 2.5'}
+    with pytest.raises(PromptError, match="the chat template leaves earlier tool calls out"):
+        opened({"messages": [asked, *answer]}, mode=mode, template=calling(""))
+    whole = {"messages": answer, "tools": [TOOL]}
+    opened(whole, mode=mode, template=tiny_models.CHAT_TEMPLATE, limit=400)
+
+
+def test_a_response_that_was_cut_has_no_end_token(opened, tokenizer: Any):
+    """The template writes one, and the target never generated it."""
+    line = {**chat("quick fox"), "finish_reason": "length"}
+    asked, answered = texts(only(opened(line)), tokenizer)
+    assert (asked.endswith("assistant\n"), answered) == (True, "quick fox")
+
+
+@pytest.mark.parametrize("line", [chat("fox " * 10**6), {"prompt": "x", "response": "y" * 10**6}])
+def test_text_that_cannot_fit_is_not_tokenised(opened, tokenizer: Any, line: dict[str, Any]):
+    """40 MB of it took 8 GB of memory."""
+    with pytest.raises(PromptError, match=r"characters is more than 200 tokens"):
+        opened(line)

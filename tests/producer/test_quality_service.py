@@ -125,7 +125,7 @@ def test_a_target_that_stops_at_once_is_stopped_and_goes_on_when_told_to(
         first = run(prompts(120), quality, stop_token_ids=ALL_TOKENS)
         statistics = first.closed()
     made = list(first.generated)
-    assert 20 <= len(made) <= 40 + BATCH
+    assert 11 <= len(made) <= 40
     assert statistics.closed_because.startswith("the quality gate is closed: ")
     (told,) = [one.message for one in caplog.records if "quality gate" in one.message]
     assert "stopped at once" in told
@@ -133,7 +133,7 @@ def test_a_target_that_stops_at_once_is_stopped_and_goes_on_when_told_to(
     assert "[quality]" in told
     quality_figures = statistics.quality
     assert quality_figures.closed
-    assert quality_figures.degenerate == quality_figures.looked_at >= 20
+    assert quality_figures.degenerate == quality_figures.looked_at == len(made)
 
     member = BareMember(first.address)
     member.open()
@@ -182,16 +182,16 @@ def test_short_answers_among_others_are_not_stopped(run: Callable[..., Running],
 
 
 def test_samples_in_the_making_when_it_closes_are_finished_and_kept(run: Callable[..., Running]):
-    """It closes at the eleventh of them, and until then five run at a time."""
+    """It closes at the sixth of them, and until then five run at a time."""
     producer = run(answered(100, " OK.", 1.0), QualityConfig(window=22), mode="prefill")
     statistics = producer.closed()
     assert statistics.spool is not None
     assert statistics.closed_because
-    assert len(producer.generated) == 15
+    assert len(producer.generated) == 10
     assert statistics.spool.samples == len(producer.generated)
 
 
-@pytest.mark.parametrize(("concurrency", "window", "most"), [(16, 40, 60), (256, 200, 200)])
+@pytest.mark.parametrize(("concurrency", "window", "most"), [(16, 40, 40), (256, 200, 200)])
 def test_requests_in_sglang_are_finished_when_it_closes_and_no_more_are_sent(
     tmp_path: Path, standin: Standin, concurrency: int, window: int, most: int
 ):
@@ -218,7 +218,7 @@ def test_requests_in_sglang_are_finished_when_it_closes_and_no_more_are_sent(
     try:
         statistics = producer.closed()
         assert "stopped at once" in statistics.closed_because
-        assert window // 2 <= len(producer.generated) <= most
+        assert window // 4 < len(producer.generated) <= most
         assert statistics.spool is not None
         assert statistics.spool.samples == len(producer.generated)
     finally:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -137,6 +138,22 @@ def test_quota_raises_an_alarm_until_a_commit(tmp_path: Path) -> None:
         spool.append(sample(k))
     assert "quota_bytes is 20000" in spool.alarm
     spool.commit(1, ids(0, 1, 2), term=1)
+    assert spool.alarm == ""
+    spool.close()
+
+
+def test_segments_leave_files_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is an open file: with small ones the process would run out of them before the quota."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (8, limits[1]))
+    spool = open_spool(tmp_path, segment_bytes=1, keep_checkpoints=1)
+    for k in range(4):
+        assert spool.wait_for_space(0)
+        spool.append(sample(k))
+    assert not spool.wait_for_space(0)
+    assert spool.alarm == "4 segments are open, of 8 files; raise segment_bytes"
+    spool.commit(1, ids(0, 1, 2), term=1)
+    assert spool.wait_for_space(0)
     assert spool.alarm == ""
     spool.close()
 

@@ -48,7 +48,7 @@ class Producer:
         shards = Shards(DATASET, 0, (0, -(-PROMPTS // 16)))
         self.spool = Spool(self._config, self._descriptor, shards)
         listener = Listener(ServerConfig(bind=bind, key=self._key, clients=self._clients))
-        self.address = listener.address
+        self.address, self.access = listener.address, listener.access
         delivery = Delivery.of(
             self.spool,
             self._descriptor,

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 import stub_trainer
 from draftfeed_producer.engines.synthetic import SyntheticConfig, synthetic_prompts
+from ports import Port
 from waiting import eventually
 
 SAMPLES = 60
@@ -55,13 +55,17 @@ class Run:
 
     def __init__(self, directory: Path, rate: int, samples: int = SAMPLES, epochs: int = 1) -> None:
         self.directory, self._samples, self._epochs = directory, samples, epochs
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self._ports: list[Port] = []
+        self.address = f"tcp://127.0.0.1:{self.port()}"
         producer = PRODUCER.format(samples=samples, rate=rate, address=self.address, epochs=epochs)
         (directory / "producer.toml").write_text(producer)
         (directory / "consumer.toml").write_text(CONSUMER.format(address=self.address))
         self._started: list[subprocess.Popen[str]] = []
+
+    def port(self) -> int:
+        """One more, of this run until `kill_all`."""
+        self._ports.append(Port())
+        return self._ports[-1].number
 
     def start(
         self, name: str, *options: str, run_dir: str = "", **environment: str
@@ -148,3 +152,5 @@ class Run:
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+        for port in self._ports:
+            port.close()

@@ -1,7 +1,6 @@
 """A training node that has an address and nothing else: it fetches, trains, takes over."""
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from draftfeed_consumer.trainers.specforge_checkpoints import latest_checkpoint
 from draftfeed_proto.assets import TARGET_MANIFEST
 from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES
 from harness import consuming, producing
+from ports import held_port
 from samples import DESCRIPTOR
 from waiting import eventually
 
@@ -61,17 +61,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield starting
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+@pytest.fixture
+def address() -> Iterator[str]:
+    with held_port() as number:
+        yield f"tcp://127.0.0.1:{number}"
 
 
-def test_an_address_is_all_that_a_new_node_needs_to_train(tmp_path: Path, start: Start) -> None:
+def test_an_address_is_all_that_a_new_node_needs_to_train(
+    tmp_path: Path, start: Start, address: str
+) -> None:
     make_llama(tmp_path / "target", shards=True)
     prompts = [json.dumps({"prompt_ids": [5 + k, 7, 9, 11, 30 + k]}) for k in range(PROMPTS)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
-    address = free_address()
     (tmp_path / "producer.toml").write_text(PRODUCER.format(address=address))
     (tmp_path / "consumer.toml").write_text(SPECFORGE.format(address=address))
     producer = start(DRAFTFEED, "producer", "-c", "producer.toml")
@@ -88,9 +89,9 @@ def test_an_address_is_all_that_a_new_node_needs_to_train(tmp_path: Path, start:
 
 
 def test_init_from_the_targets_blocks_is_refused_without_a_producer(
-    tmp_path: Path, start: Start
+    tmp_path: Path, start: Start, address: str
 ) -> None:
-    (tmp_path / "consumer.toml").write_text(SPECFORGE.format(address=free_address()))
+    (tmp_path / "consumer.toml").write_text(SPECFORGE.format(address=address))
     override = ("--set", "trainer.options.init=target")
     code, output = ended(start(DRAFTFEED, "consumer", "-c", "consumer.toml", *override))
     assert code == 2

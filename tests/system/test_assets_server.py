@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from asset_targets import make_plain
+from draftfeed_producer import listener
 from draftfeed_producer.asset_desk import MAX_ALL_UNSENT_PIECES, MAX_REQUESTS, MAX_UNSENT_PIECES
 from draftfeed_proto import messages as m
 from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES
@@ -213,7 +214,7 @@ def test_requests_beyond_those_that_wait_are_told_so(producer: Producer) -> None
         ask_for_much(peer, weights, 200)
         asked.set()
         busy = pieces = 0
-        while not busy or pieces < MAX_REQUESTS:
+        while not (busy and pieces):  # it did not read meanwhile, so some of each were not kept
             answer, _ = peer.answer()
             pieces += isinstance(answer, m.AssetPiece)
             busy += isinstance(answer, m.Refused) and answer.code == "busy"
@@ -231,6 +232,22 @@ def test_what_was_meant_for_peers_that_left_is_no_burden(producer: Producer) -> 
         assert hashlib.sha256(polite.fetch(weights)).hexdigest() == weights.digest
     desk = producer.server._assets
     eventually(lambda: not desk.waiting, "nobody is waited for")
+
+
+def test_who_reads_nothing_is_cut_off_in_the_end(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or what lies in memory for him would do so for as long as he likes."""
+    monkeypatch.setattr(listener, "UNREAD_MS", 1500)
+    with (
+        producing(tmp_path / "spool", target=target) as made,
+        peer_of(made, unread_messages=1) as deaf,
+    ):
+        weights = deaf.listing().files[1]
+        ask_for_much(deaf, weights, MAX_REQUESTS)
+        peers = made.server._assets._peers
+        eventually(lambda: any(peer.unsent for peer in list(peers.values())), "it lies here")
+        eventually(lambda: not peers, "it does not any more", 45)
 
 
 def test_samples_flow_while_files_are_fetched(producer: Producer) -> None:

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -141,9 +140,6 @@ class Prometheus:
             ],
         }
         (directory / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
         self._log = directory / "prometheus.log"
         self._output = self._log.open("wb")
         self._process = subprocess.Popen(
@@ -151,14 +147,24 @@ class Prometheus:
                 "prometheus",
                 f"--config.file={directory / 'prometheus.yml'}",
                 f"--storage.tsdb.path={directory / 'tsdb'}",
-                f"--web.listen-address={address}",
-                "--log.level=warn",
+                "--web.listen-address=127.0.0.1:0",
             ],
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )
-        self._url = f"http://{address}/api/v1/query_range"
+        self._url = f"http://{self._address()}/api/v1/query_range"
         self._began = int(time.time())
+
+    def _address(self) -> str:
+        found: list[str] = []
+
+        def said() -> bool:
+            assert self._process.poll() is None, self._log.read_text()
+            found[:] = re.findall(r'"Listening on" address=(\S+)', self._log.read_text())
+            return bool(found)
+
+        eventually(said, "where Prometheus listens")
+        return found[0]
 
     def has_data(self, query: str) -> bool:
         """Whether it had a value that is a number since we began."""

@@ -1,23 +1,30 @@
 """Keys: who gets the stream, and what everybody else is told."""
 
+import os
 import signal
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import zmq
 
+from bare_member import BareMember
 from draftfeed_consumer import credentials
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.link import Link, LinkDown
+from draftfeed_deploy.accounts import ask
 from draftfeed_deploy.cli import main
 from draftfeed_deploy.keygen import write_pair
 from draftfeed_producer.listener import Listener, ServerConfig
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import KeyFileError
+from draftfeed_proto.ids import IdSet
+from draftfeed_proto.keys import read_secret
+from harness import producing
 from processes import Run
 from waiting import eventually
 
@@ -77,7 +84,7 @@ def outcome(address: str, own: credentials.Credentials | None) -> str:
         link = Link(context, address, own)
         pause = threading.Event()
         try:
-            for _ in range(400):
+            for _ in range(200):
                 if link.check():
                     return "up"
                 pause.wait(0.02)
@@ -154,14 +161,93 @@ def test_client_that_is_added_gets_in_without_a_restart(keys: Keys) -> None:
         assert listener.access is not None
         assert "does not know our key" in outcome(listener.address, keys.client("stranger"))
         keys.let_in("stranger")
-        assert listener.access.reload() == 2
+        assert listener.access.reload() == (2, [])
         assert outcome(listener.address, keys.client("stranger")) == "up"
-        (keys.clients / "known.pub").write_text("nonsense")
-        with pytest.raises(KeyFileError, match=r"known\.pub: it has no public-key"):
-            listener.access.reload()
-        assert outcome(listener.address, keys.client("known")) == "up"
     finally:
         listener.close()
+
+
+def test_key_that_is_taken_out_is_out_whatever_else_is_wrong(keys: Keys) -> None:
+    """Also when it was the last one, or another file was damaged by the same edit."""
+    keys.let_in("stranger")
+    listener = Listener(keys.server())
+    try:
+        assert listener.access is not None
+        (keys.clients / "known.pub").write_text("nonsense")
+        (keys.clients / "stranger.pub").unlink()
+        clients, faults = listener.access.reload()
+        assert clients == 1
+        assert ["known.pub: it has no public-key" in str(fault) for fault in faults] == [True]
+        assert outcome(listener.address, keys.client("known")) == "up"
+        assert "does not know our key" in outcome(listener.address, keys.client("stranger"))
+        (keys.clients / "known.pub").unlink()
+        assert listener.access.reload() == (0, [])
+        assert "does not know our key" in outcome(listener.address, keys.client("known"))
+    finally:
+        listener.close()
+
+
+def test_directory_that_cannot_be_listed_is_said(keys: Keys, tmp_path: Path) -> None:
+    """And not taken for an empty one."""
+    with unreadable(keys.clients), pytest.raises(KeyFileError, match="cannot be read: Permission"):
+        Listener(keys.server())
+    listener = Listener(keys.server())
+    try:
+        assert listener.access is not None
+        with unreadable(keys.clients):
+            clients, faults = listener.access.reload()
+        assert clients == 1
+        assert "cannot be read: Permission denied" in str(faults[0])
+    finally:
+        listener.close()
+
+
+@contextmanager
+def unreadable(directory: Path) -> Iterator[None]:
+    """For this process, which may be root's."""
+    directory.chmod(0)
+    directory.parent.chmod(0o711)
+    uid = os.geteuid()
+    if uid == 0:
+        os.chown(directory.parent / "producers.secret", 65534, -1)
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(uid)
+        directory.chmod(0o755)
+        if uid == 0:
+            os.chown(directory.parent / "producers.secret", 0, -1)
+
+
+def test_connection_of_a_key_that_was_taken_out_gets_nothing_more(
+    keys: Keys, tmp_path: Path
+) -> None:
+    """ZeroMQ asks for keys at the handshake only: one that was shut out must not go on, and not
+    take the stream from the node that has it since."""
+    keys.let_in("stranger")
+    secret = keys.directory / "producers.secret"
+    with producing(tmp_path / "spool", key=secret, clients=[keys.clients]) as producer:
+        shut_out = BareMember(producer.address, credentials=keys.client("stranger"))
+        shut_out.open()
+        producer.generate(range(3))
+        shut_out.receive(3)
+        (keys.clients / "stranger.pub").unlink()
+        assert producer.access is not None
+        assert producer.access.reload() == (1, [])
+        producer.server.shut_out()
+        assert shut_out.until(m.Refused).reason == "your key is not known here any more"
+        eventually(lambda: not producer.server.statistics().members, "its session is over")
+        other = BareMember(producer.address, term=2, credentials=keys.client("known"))
+        answer = shut_out.take_again(term=3)
+        assert isinstance(answer, m.Refused)
+        assert answer.code == "session"
+        shut_out.say(m.Commit, number=1, trained=IdSet(shut_out.received).to_wire())
+        assert "any more" in shut_out.until(m.Refused).reason
+        other.open()
+        assert len(other.receive(3)) == 3
+        for member in (shut_out, other):
+            member.close()
 
 
 def test_what_is_sent_cannot_be_read_on_the_way(keys: Keys) -> None:
@@ -239,7 +325,7 @@ def test_audit_asks_a_producer_that_has_keys(
     run.wait_for_lines("producer/samples.jsonl", 60)
     monkeypatch.chdir(run.directory)
     assert main(["audit", "-c", "producer.toml", *keys.options("producer")]) == 0
-    assert "running" in capsys.readouterr().out
+    assert "(running, " in capsys.readouterr().out
 
 
 def test_secret_that_others_may_read_is_refused(keys: Keys, run: Run) -> None:
@@ -346,6 +432,92 @@ def test_keygen_writes_a_secret_that_is_one_and_replaces_nothing(
     assert "choose another NAME" in capsys.readouterr().err
 
 
+def test_keygen_under_a_strict_umask_makes_a_public_file_that_is_one(tmp_path: Path) -> None:
+    """Or the copy that `cp -p` makes of it could not be read by a service."""
+    before = os.umask(0o077)
+    try:
+        secret, public = write_pair(tmp_path / "node")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (secret, public)] == [0o600, 0o644]
+
+
+@pytest.mark.parametrize("name", ["", "."])
+def test_keygen_without_a_name_is_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["keygen", name]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_keygen_leaves_no_half_of_a_pair(tmp_path: Path) -> None:
+    (tmp_path / "node.pub").write_text("somebody's")
+    assert main(["keygen", str(tmp_path / "node")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["node.pub"]
+    assert (tmp_path / "node.pub").read_text() == "somebody's"
+
+
+def test_secret_file_of_two_pairs_is_named(keys: Keys) -> None:
+    """A connection made with it is refused for reasons that lead elsewhere."""
+    public = (keys.directory / "stranger.pub").read_text().split('"')[1]
+    path = keys.directory / "known.secret"
+    own = (keys.directory / "known.pub").read_text().split('"')[1]
+    path.write_text(path.read_text().replace(own, public))
+    with pytest.raises(KeyFileError, match=r"known\.secret: its public-key is not that of its"):
+        keys.client("known")
+
+
+def test_nobody_gets_in_while_nobody_is_there_to_ask(keys: Keys) -> None:
+    listener = Listener(keys.server())
+    assert listener.access is not None
+    listener.access.close()
+    try:
+        assert outcome(listener.address, keys.client("known")) != "up"
+    finally:
+        listener.socket.close(linger=0)
+        listener.context.term()
+
+
+def test_fifo_among_the_keys_does_not_hold_the_reload_up(keys: Keys) -> None:
+    os.mkfifo(keys.clients / "fifo.pub")
+    with pytest.raises(KeyFileError, match=r"fifo\.pub: it is no regular file"):
+        Listener(keys.server())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ServerConfig(bind="tcp://127.0.0.1:99999"),
+        lambda: ServerConfig(bind="tcp://127.0.0.1:-1"),
+        lambda: ServerConfig(bind="tcp://127.0.0.1:5550/x"),
+        lambda: ServerConfig(bind="tcp://127.0.0.1:"),
+        lambda: ClientConfig(addresses=("tcp://[::1]:65536",)),
+    ],
+)
+def test_what_is_no_port_is_refused(make: Callable[[], object]) -> None:
+    """ZeroMQ would take another one, which nobody looks for."""
+    with pytest.raises(ValueError, match="is no port"):
+        make()
+
+
+def test_ipv6_address_is_listened_at_and_found(keys: Keys) -> None:
+    listener = Listener(keys.server("tcp://[::1]:*"))
+    try:
+        assert listener.address.startswith("tcp://[::1]:")
+        assert outcome(listener.address, keys.client("known")) == "up"
+    finally:
+        listener.close()
+
+
 def test_a_pair_does_not_print_its_secret(keys: Keys) -> None:
     own = keys.client("known").own
     assert own.secret.decode() not in f"{own} {own!r}"
+
+
+def test_audit_asks_over_ipv6(keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> None:
+    spool = tmp_path_factory.mktemp("spool")
+    secret = keys.directory / "producers.secret"
+    with producing(spool, bind="tcp://[::1]:*", key=secret, clients=[keys.clients]) as made:
+        own = read_secret(secret, zmq.curve_public)
+        assert ask(made.address, 20.0, own) is not None

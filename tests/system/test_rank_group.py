@@ -65,6 +65,25 @@ def test_ranks_that_were_replaced_end_with_three(start: Start) -> None:
     assert other.poll() is None
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_ranks_do_not_outlive_their_parent(
+    start: Start, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would train on, with the stream, beside those of the next start. When the watchdog ends
+    it, each says what it was doing."""
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    run = start(2000, rate=480)
+    process = run.ranks(2, *SMALL, run_dir="ranks")
+    ranks = ranks_of(process)
+    run.wait_for_lines("ranks/rank0/steps.jsonl", 1)
+    process.send_signal(number)
+    psutil.wait_procs(ranks, timeout=60)
+    assert not any(rank.is_running() for rank in ranks)
+    code, output = run.ended(process)
+    assert code == -number
+    assert output.count("Fatal Python error: Aborted") == 2 * (number == signal.SIGABRT)
+
+
 def test_wrong_configuration_ends_with_two(start: Start) -> None:
     run = start(1)
     words = ("--set", "trainer.function=ddp_faults:nothing_of_that_name")

@@ -136,3 +136,24 @@ def test_producer_that_needs_nothing_more_is_no_link_that_is_down(tmp_path: Path
             eventually(lambda: states(stream)[1] == "open", "it is back")
             found = lost_to("buffer_empty", lambda: lost(second, stream=stream))
             assert found["link_down"] < OTHERWISE_SECONDS
+
+
+def test_ages_grow_until_a_checkpoint_is_committed(tmp_path: Path) -> None:
+    """What a lost trainer would cost, and whether checkpoints still come."""
+    with producing(tmp_path) as producer, consuming(producer.address) as stream:
+
+        def ages() -> tuple[float, float, int]:
+            figures = producer.server.statistics().figures
+            return figures.oldest_seconds, figures.commit_age_seconds, figures.commits
+
+        producer.generate(range(3))
+        taken = iter(stream)
+        stream.trained([next(taken)["id"] for _ in range(3)], 1)
+        eventually(lambda: min(ages()[:2]) > LOST_SECONDS, "both ages grow")
+        stream.committed(stream.state_dict())
+        assert stream.wait_committed(10)
+        eventually(lambda: ages()[2] == 1, "the commit")
+        oldest, since_commit, _ = ages()
+        assert oldest == 0.0
+        assert since_commit < LOST_SECONDS
+        eventually(lambda: ages()[1] > LOST_SECONDS, "the age of the last commit grows")

@@ -16,7 +16,6 @@ from draftfeed_deploy.status import Status, StatusConfig
 from processes import Run
 from shown import served, shown
 from snapshots import consumed, produced
-from test_status_pages import free_port
 from waiting import eventually
 
 pytestmark = [needs_chromium, pytest.mark.timeout(180)]
@@ -39,7 +38,7 @@ def document(url: str) -> dict[str, Any]:
 def test_page_shows_the_figures_of_a_running_producer_and_they_change(
     run: Run, tmp_path: Path
 ) -> None:
-    port = free_port()
+    port = run.port()
     url = f"http://127.0.0.1:{port}"
     producer = run.start("producer", "--set", f"status.bind=127.0.0.1:{port}")
     run.wait_for(producer, "serving synthetic")
@@ -99,6 +98,13 @@ def test_names_from_the_network_are_text(tmp_path: Path) -> None:
         seen = look(url, tmp_path)
     assert f"{EVIL} down 0 B 3" in seen.text("peers")
     assert "<title>draftfeed consumer</title>" in seen.dom
+
+
+def test_loss_that_is_no_number_is_an_alarm(tmp_path: Path) -> None:
+    with shown(lambda: consumed(1.0, loss=float("nan"), loss_lost=True)) as url:
+        seen = look(url, tmp_path)
+    assert seen.text("alarm") == "The trainer's loss is no number any more."
+    assert "<small>loss is no number</small>" in seen.dom
 
 
 def test_service_that_starts_and_one_that_has_ended_are_told_apart(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import re
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,21 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftfeed_deploy.errors import StatusBindError
-from draftfeed_deploy.status import MAX_REQUESTS, Pages, Probe, Status, StatusConfig, loop_probe
+from draftfeed_deploy.status import (
+    MAX_REQUESTS,
+    PATIENCE_SECONDS,
+    REQUEST_SECONDS,
+    Pages,
+    Probe,
+    Status,
+    StatusConfig,
+    loop_probe,
+)
+from ports import held_port
 from processes import SAMPLES, Run
 from promtool import needs_prometheus, promtool
+from shown import shown
+from snapshots import produced
 from waiting import eventually
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,13 +43,6 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path, rate=0)
     yield run
     run.kill_all()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def get(url: str | urllib.request.Request) -> tuple[int, str]:
@@ -66,7 +73,7 @@ def total(found: Scrape, name: str) -> float:
 
 def test_both_services_tell_the_same_story(run: Run) -> None:
     """Bandwidth, samples by where they are, the trainer's progress: figures of one run agree."""
-    ports = {"producer": free_port(), "consumer": free_port()}
+    ports = {"producer": run.port(), "consumer": run.port()}
     options = {name: ["--set", f"status.bind=127.0.0.1:{port}"] for name, port in ports.items()}
     producer = run.start("producer", *options["producer"])
     pause = ["--set", "trainer.options.pause_after=20"]
@@ -127,7 +134,7 @@ def test_both_services_tell_the_same_story(run: Run) -> None:
 
 
 def test_swap_is_counted_and_ages_begin_with_the_process(run: Run) -> None:
-    port = free_port()
+    port = run.port()
     status = ["--set", f"status.bind=127.0.0.1:{port}"]
     producer = run.start("producer", *status)
     first = run.start("consumer", "--set", "trainer.options.pause_after=10")
@@ -145,8 +152,42 @@ def test_swap_is_counted_and_ages_begin_with_the_process(run: Run) -> None:
     run.succeeds(producer)
 
 
+def test_whoever_reads_the_metrics_sees_the_end_and_is_waited_for_no_longer(run: Run) -> None:
+    """A service that had finished could not be told from one that had died: each success ended in
+    an alert."""
+    ports = {name: run.port() for name in ("producer", "consumer")}
+    started = {
+        name: run.start(name, "--set", f"status.bind=127.0.0.1:{port}")
+        for name, port in ports.items()
+    }
+    last: dict[str, Scrape] = {}
+
+    def ended() -> bool:
+        for name, port in ports.items():
+            with suppress(OSError):
+                last[name] = scrape(port)
+        return all(process.poll() is not None for process in started.values())
+
+    eventually(ended, "the end of both")
+    for process in started.values():
+        run.succeeds(process)
+    assert value(last["consumer"], "draftfeed_consumer_done") == 1
+    assert value(last["producer"], "draftfeed_producer_phase", phase="done") == 1
+
+
+def test_nobody_is_waited_for_who_does_not_read_regularly() -> None:
+    for reads in (0, 1):
+        with Status(StatusConfig(bind="127.0.0.1:0")) as status:
+            status.show(pages())
+            for _ in range(reads):
+                get(f"{status.url}/metrics")
+            status.finished()
+            began = time.monotonic()
+        assert time.monotonic() - began < 2
+
+
 def test_every_metric_is_explained_and_named_as_prometheus_wants(run: Run) -> None:
-    ports = {"producer": free_port(), "consumer": free_port()}
+    ports = {"producer": run.port(), "consumer": run.port()}
     for name, port in ports.items():
         run.start(name, "--set", f"status.bind=127.0.0.1:{port}")
     for name, port in ports.items():
@@ -165,7 +206,7 @@ def test_every_metric_is_explained_and_named_as_prometheus_wants(run: Run) -> No
 @needs_prometheus
 def test_promtool_finds_nothing_to_say_of_the_metrics(run: Run) -> None:
     """Of a run in which samples have gone all the way, so that no metric is without a value."""
-    ports = {"producer": free_port(), "consumer": free_port()}
+    ports = {"producer": run.port(), "consumer": run.port()}
     options = {name: ["--set", f"status.bind=127.0.0.1:{port}"] for name, port in ports.items()}
     run.start("producer", *options["producer"])
     run.start("consumer", *options["consumer"], "--set", "trainer.options.pause_after=20")
@@ -209,9 +250,10 @@ def test_services_on_one_machine_take_the_next_free_port() -> None:
 
 
 def test_ranks_have_the_ports_behind_the_first() -> None:
-    port = free_port()
-    with Status(StatusConfig(bind=f"127.0.0.1:{port}"), rank=3) as status:
-        assert status.url == f"http://127.0.0.1:{port + 3}"
+    with held_port() as fourth:
+        bind = f"127.0.0.1:{fourth - 3}"
+        with Status(StatusConfig(bind=bind), rank=3) as status:
+            assert status.url == f"http://127.0.0.1:{fourth}"
 
 
 def test_hung_loop_and_a_service_that_begins_are_told_apart() -> None:
@@ -236,14 +278,55 @@ def test_host_that_is_not_ours_is_one_line() -> None:
 
 
 def test_silent_clients_do_not_use_up_all_there_is() -> None:
-    """More idle connections than it serves: the others are turned away, and it lives on."""
+    """More idle connections than it serves: the slowest are ended, and it lives on."""
     with Status(StatusConfig(bind="127.0.0.1:0")) as status, ExitStack() as stack:
         status.show(pages())
         assert status.url is not None
         port = int(status.url.rpartition(":")[2])
         for _ in range(3 * MAX_REQUESTS):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        eventually(lambda: answers(status.url), "an answer when they have timed out", 30)
+        eventually(lambda: answers(status.url), "an answer", 30)
+
+
+def test_clients_that_send_a_byte_at_a_time_hold_nobody_up() -> None:
+    """Each byte came in time, so that sixteen of them shut everybody else out for ever: a healthy
+    service seemed dead to whoever restarts it."""
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status, ExitStack() as stack:
+        status.show(pages())
+        assert status.url is not None
+        port, over, ended = int(status.url.rpartition(":")[2]), threading.Event(), []
+
+        def drip() -> None:
+            client = socket.create_connection(("127.0.0.1", port))
+            with client:
+                while not over.wait(0.1):
+                    try:
+                        client.sendall(b"G")
+                    except OSError:
+                        ended.append(time.monotonic() - began)
+                        return
+
+        began = time.monotonic()
+        clients = [threading.Thread(target=drip) for _ in range(MAX_REQUESTS)]
+        stack.callback(lambda: [client.join() for client in clients])
+        stack.callback(over.set)
+        for client in clients:
+            client.start()
+        eventually(lambda: answers(status.url), "an answer", PATIENCE_SECONDS + 2)
+        eventually(lambda: len(ended) == len(clients), "they are ended", REQUEST_SECONDS + 4)
+        assert max(ended) < REQUEST_SECONDS + 3
+
+
+def test_who_is_turned_away_is_told_so() -> None:
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status, ExitStack() as stack:
+        status.show(pages())
+        assert status.url is not None
+        port = int(status.url.rpartition(":")[2])
+        clients = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            for _ in range(MAX_REQUESTS + 1)
+        ]
+        assert clients[-1].recv(100).startswith(b"HTTP/1.0 503 ")
 
 
 def answers(url: str | None) -> bool:
@@ -261,6 +344,7 @@ def answers(url: str | None) -> bool:
         b"POST /metrics HTTP/1.1\r\n\r\n",
         b"GET / HTTP/9\r\n\r\n",
     ],
+    ids=["zeros", "a long line", "no GET", "no version"],
 )
 def test_nonsense_is_answered_with_an_error(request_bytes: bytes) -> None:
     with Status(StatusConfig(bind="127.0.0.1:0")) as status:
@@ -276,7 +360,13 @@ def test_nonsense_is_answered_with_an_error(request_bytes: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("host", "code"),
-    [("127.0.0.1:1", 200), ("localhost", 200), ("[::1]:80", 200), ("evil.example:9640", 421)],
+    [
+        ("127.0.0.1:1", 200),
+        ("localhost", 200),
+        ("[::1]:80", 200),
+        ("evil.example:9640", 421),
+        ("[", 400),
+    ],
 )
 def test_a_page_from_elsewhere_cannot_ask_under_a_name_of_its_own(host: str, code: int) -> None:
     """DNS rebinding: a name that leads to loopback, in the browser of an operator."""
@@ -285,6 +375,37 @@ def test_a_page_from_elsewhere_cannot_ask_under_a_name_of_its_own(host: str, cod
         assert status.url is not None
         request = urllib.request.Request(f"{status.url}/status.json", headers={"Host": host})
         assert get(request)[0] == code
+
+
+def test_page_that_cannot_be_made_is_an_error_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The connection was closed instead, as if the service were down, and no log had the reason."""
+
+    def broken() -> Probe:
+        raise RuntimeError("a fault of ours")
+
+    with Status(StatusConfig(bind="127.0.0.1:0")) as status:
+        status.show(pages(healthy=broken))
+        for _ in range(2):
+            assert get(f"{status.url}/healthz")[0] == 500
+        assert get(f"{status.url}/readyz")[0] == 200
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "'/healthz' cannot be shown"
+    ]
+
+
+def test_names_that_are_no_text_are_metrics_all_the_same() -> None:
+    with shown(lambda: produced(1.0, sent_bytes={"\udcff": 7})) as url:
+        assert 'sent_bytes_total{member="\\\\udcff"} 7.0' in get(f"{url}/metrics")[1]
+
+
+def test_spool_that_is_full_is_told_of_a_closed_gate_too() -> None:
+    both = produced(1.0, alarm="closed; full", spool_paused=True, quality_closed=True)
+    with shown(lambda: both) as url:
+        found = scrape(int(url.rpartition(":")[2]))
+    assert value(found, "draftfeed_producer_spool_paused") == 1
+    assert value(found, "draftfeed_producer_quality_gate_closed") == 1
 
 
 def test_many_scrapes_at_once_are_all_whole() -> None:

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(bool(sdbox.missing()), reason=f"no systemd of our own: {sdbox.missing()}"),
 ]
 PRODUCER, CONSUMER = "draftfeed-producer@0", "draftfeed-consumer"
+BINARY = "/opt/draftfeed/bin/draftfeed"
 SENT = "draftfeed_producer_sent_bytes_total"
 
 
@@ -39,7 +40,7 @@ def committed(hosts: Hosts) -> float:
 
 
 def test_from_start_to_end(hosts: Hosts) -> None:
-    hosts.fresh(300, rate=3000)
+    hosts.fresh(700, rate=2000)  # it is still being made when the consumer is there
     hosts.inf.systemctl("start", PRODUCER)
     state = hosts.inf.show(PRODUCER, "ActiveState", "StatusText", "User")
     assert state["ActiveState"] == "active"
@@ -68,6 +69,39 @@ def test_stop_drains_and_loses_nothing(hosts: Hosts) -> None:
     hosts.inf.systemctl("start", PRODUCER)
     hosts.start_consumer("tr1")
     hosts.finished("tr1")
+
+
+SLOW_START = """
+import os, time
+from draftfeed_producer.engines.synthetic import SyntheticEngine
+begin = SyntheticEngine.__init__
+def slowly(self, config):
+    while not os.path.exists("/run/weights-are-read"):
+        time.sleep(0.05)
+    begin(self, config)
+SyntheticEngine.__init__ = slowly
+sys.exit(main())
+"""
+
+
+def test_start_that_loads_for_longer_than_the_limit_is_given_the_time(hosts: Hosts) -> None:
+    """As one of 55 GB does: its start would be given up after TimeoutStartSec=."""
+    hosts.fresh(60)
+    usual = hosts.inf.run("cat", BINARY).stdout
+    hosts.put("inf", BINARY, usual.replace("sys.exit(main())", SLOW_START), "755")
+    hosts.drop_in("inf", "draftfeed-producer@.service", "[Service]\nTimeoutStartSec=6\n")
+    try:
+        began = time.monotonic()
+        hosts.inf.systemctl("start", "--no-block", PRODUCER)
+        hosts.inf.wait(PRODUCER, StatusText=lambda text: text.startswith("loading; "))
+        threading.Event().wait(began + 7 - time.monotonic())  # so long its engine loads
+        state = hosts.inf.show(PRODUCER, "ActiveState", "NRestarts")
+        assert state == {"ActiveState": "activating", "NRestarts": "0"}
+        hosts.inf.run("touch", "/run/weights-are-read")
+        hosts.inf.wait(PRODUCER, ActiveState="active", NRestarts="0")
+    finally:
+        hosts.put("inf", BINARY, usual, "755")
+        hosts.inf.run("rm", "-f", "/run/weights-are-read")
 
 
 def test_drain_that_waits_for_a_checkpoint_is_given_the_time(hosts: Hosts) -> None:

@@ -234,7 +234,7 @@ def audit(hosts: Hosts) -> str:
         *("-c", "/etc/draftfeed/producer.toml", "--set", "server.bind=tcp://10.77.0.1:5550"),
     ).stdout
     assert "the sums agree with the prompt list" in said
-    assert "running" in said
+    assert "(running, " in said
     return said
 
 

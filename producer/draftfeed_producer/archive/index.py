@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from draftfeed_producer.archive.sealed import (
     INDEX,
     SEGMENT,
     Head,
+    Interrupted,
     read_index,
     read_line,
     rescue,
@@ -73,11 +74,14 @@ class Archive:
         descriptor: Descriptor,
         prompts: Shards,
         lines: IdSet = IdSet(),  # noqa: B008 - not changed
+        stopped: Callable[[], bool] = bool,
     ) -> None:
-        """Makes the roots that are missing, and reads every index.
+        """Makes the roots that are missing, and reads every index, which may take minutes.
 
         lines: prompts of the file, to be written down where a root is made.
-        Raises ArchiveError when a root cannot be used or is of another stream or prompt file.
+        stopped: asked for between indexes.
+        Raises ArchiveError when a root cannot be used or is of another stream or prompt file, and
+        Interrupted.
         """
         self.config, self.descriptor = config, descriptor
         self.contents = describe_archive(descriptor, prompts, lines)
@@ -103,7 +107,7 @@ class Archive:
         self._opened: OrderedDict[int, _Open] = OrderedDict()
         self._unreadable: set[int] = set()
         """Segments of which that was said."""
-        self._load()
+        self._load(stopped)
 
     def __contains__(self, id: SampleId) -> bool:
         return self._place(id) is not None
@@ -163,6 +167,11 @@ class Archive:
                 self._places[id.ordinal] = others.pop(0) if others else 0
                 if not self._places[id.ordinal]:
                     self._lines.discard(id.in_epoch(0))
+
+    def place_of(self, id: SampleId) -> int:
+        """What `place` gives for its line."""
+        with self._lock:
+            return int(self._places[id.ordinal]) - 1 if id.ordinal < len(self._places) else -1
 
     def place(self, ordinals: np.ndarray) -> np.ndarray:
         """int64[n]: (segment, place in it) of each as one number that sorts; -1: not there."""
@@ -225,12 +234,14 @@ class Archive:
 
     # loading
 
-    def _load(self) -> None:
+    def _load(self, stopped: Callable[[], bool]) -> None:
         """Pairs first: what is found in a segment without an index is second best."""
         indexes = [path for root in self.config.roots for path in sorted(root.glob(f"*{INDEX}"))]
         due = time.monotonic() + LINE_SECONDS
         broken = self._without_index()
         for number, path in enumerate(indexes):
+            if stopped():
+                raise Interrupted
             try:
                 self._take(path)
             except ArchiveDamaged as error:

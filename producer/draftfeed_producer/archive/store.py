@@ -1,6 +1,9 @@
 """A spool whose segments are archived before they go, and whose later epochs come out of that."""
 
+from contextlib import suppress
 from functools import partial
+
+import msgspec
 
 from draftfeed_producer.archive.archiver import Archiver
 from draftfeed_producer.archive.index import Archive, ArchiveStatistics
@@ -25,8 +28,8 @@ class ArchivedSpool(Spool):
     ) -> None:
         """archive: open, and the caller's to close. Raises what `Spool` does."""
         self.archive = archive
-        self._shelved: set[SampleId] = set()
-        """To be served out of the archive, and not terminal yet."""
+        self._shelved: dict[SampleId, int] = {}
+        """To be served out of the archive, and not terminal yet; from which place in it."""
         self._leaving: dict[int, IdSet] = {}
         """Lines of the segments that are no longer the spool's and not the archive's yet, in
         epoch 0. `_samples.changed` is held while it changes."""
@@ -53,29 +56,48 @@ class ArchivedSpool(Spool):
             line = id.in_epoch(0)
             if any(line in lines for lines in self._leaving.values()):
                 raise BeingSealed
-        header = self.archive.header(id)
+        place, header = self.archive.place_of(id), self.archive.header(id)
         if header is not None:
-            self._shelved.add(id)
+            self._shelved[id] = place
         return header
 
     def _shared(self, id: SampleId) -> SampleHeader | None:
-        """The header of the line's sample of another epoch that is here, under this id."""
-        for epoch in self.shards.each_epoch:
-            source = id.in_epoch(epoch)
-            if source != id and source in self._samples:
-                return self._samples.share(source, id).header
-        return None
+        """The header of the line's sample of another epoch that is here, under this id, which has
+        it from now on, too."""
+        source = self._source(id)
+        return None if source is None else self._samples.share(source, id).header
+
+    def _source(self, id: SampleId) -> SampleId | None:
+        """Of another epoch: the last one, which was made again if the others were damaged."""
+        epochs = (id.in_epoch(epoch) for epoch in reversed(self.shards.each_epoch))
+        return next((one for one in epochs if one != id and one in self._samples), None)
 
     def finished(self, id: SampleId) -> bool:
         """Or shelved."""
         return super().finished(id) or id in self._shelved
 
     def read_chunk(self, id: SampleId, index: int) -> bytes:
-        if id in self._samples:
+        """Empty when what there was of it has gone, for it was damaged: whoever gets that refuses
+        it, and it is made again. Raises KeyError when it is terminal."""
+        with self._samples.changed:
+            here = id in self._samples or self._taken_back(id)
+        if here:
             return super().read_chunk(id, index)
-        if id in self._shelved and id not in self.archive:
-            return b""  # found damaged in another epoch, while this one was being served
-        return self.archive.read_chunk(id, index)
+        if self._stays(id):
+            with suppress(KeyError):
+                return self.archive.read_chunk(id, index)
+        if super().finished(id):
+            raise KeyError(id)
+        return b""
+
+    def _taken_back(self, id: SampleId) -> bool:
+        """By a rollback: what it is to be read from was not asked for yet."""
+        return id not in self._shelved and self._shared(id) is not None
+
+    def _stays(self, id: SampleId) -> bool:
+        """Whether the archive still has of the line what was shelved under this id."""
+        place = self.archive.place_of(id)
+        return self._shelved.get(id, place) == place
 
     def read_ahead(self, id: SampleId) -> None:
         if id not in self._samples:
@@ -83,37 +105,46 @@ class ArchivedSpool(Spool):
 
     def header_of(self, id: SampleId) -> SampleHeader | None:
         with self._samples.changed:
-            here = super().header_of(id) or self._shared(id)
+            here = super().header_of(id)
+            if here is None and (source := self._source(id)) is not None:
+                here = msgspec.structs.replace(self._samples.record(source).header, id=id)
         return here or self.archive.header(id)
 
     def whole(self, id: SampleId) -> bool:
-        return super().whole(id) if id in self._samples else self.archive.whole(id)
+        if id in self._samples:
+            return super().whole(id)
+        return self._stays(id) and self.archive.whole(id)
 
     def void(self, id: SampleId, reason: str) -> None:
         if id in self._samples:
-            super().void(id, reason)
+            own, *others = self._samples.sharing(id)
+            for other in others:  # those that are not terminal are refused in their turn
+                self._samples.forget(other)
+            if id != own:
+                self._store(Regenerated(IdSet([id]).to_wire()))
+            super().void(own, reason)
             return
-        if id not in self.archive and id not in self._shelved:
-            raise KeyError(id)
         # Nothing of it is written into the archive, which others read. A start after this serves
         # the damaged one again, has it refused again, and comes to the same end.
         self._store(Regenerated(IdSet([id]).to_wire()))
-        self._shelved.discard(id)
-        self.archive.spoil(id)
+        if self._stays(id):
+            self.archive.spoil(id)
+        self._shelved.pop(id, None)
 
     def commit(self, number: int, trained: IdSet, term: int, rollback: bool = False) -> None:
         super().commit(number, trained, term, rollback)
-        self._shelved = {id for id in self._shelved if id not in trained}
+        for id in [id for id in self._shelved if id in trained]:
+            del self._shelved[id]
 
     def tombstone(self, id: SampleId, state: str, reason: str) -> None:
         super().tombstone(id, state, reason)
-        self._shelved.discard(id)
+        self._shelved.pop(id, None)
 
     def archive_rest(self) -> None:
         """When all is over: what the last checkpoints still kept here is archived too, and stays.
         Returns when that is on the disk, or after `interrupt`."""
         if self._config.retain == "archive":
-            for segment in self._samples.segments():
+            for segment in self._samples.all_segments():
                 link = self._samples.closed(segment)
                 self._archiver.take(segment, link=link, done=lambda: None)
             self._archiver.finish()
@@ -138,8 +169,9 @@ class ArchivedSpool(Spool):
         super().close()
 
     def _present(self) -> IdSet:
-        ids, lines, shards = super()._present(), self.lines(), self.shards
-        for epoch in shards.each_epoch:
+        ids, lines = super()._present(), self.archive.lines
+        lines.update(ids.in_epoch(0))
+        for epoch in self.shards.each_epoch:
             ids.update(lines.in_epoch(epoch))
         return ids
 
@@ -167,7 +199,7 @@ class ArchivedSpool(Spool):
 
     def _serve_again(self, record: Record) -> bool:
         """Not what killed the trainer, nor what is void."""
-        id = record.header.id
-        tombstone = self._state.tombstones.get(id)
-        killer = tombstone is not None and tombstone.state == "quarantined"
-        return not killer and record.place not in self._state.voids
+        line = record.header.id.in_epoch(0)
+        tombstones = list(self._state.tombstones.values())
+        ended = (one.id.in_epoch(0) for one in tombstones if one.state == "quarantined")
+        return line not in ended and record.place not in self._state.voids

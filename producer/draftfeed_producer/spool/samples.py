@@ -131,6 +131,12 @@ class Samples:
             self._segments[record.segment].ids.add(id)
         return shared
 
+    def sharing(self, id: SampleId) -> list[SampleId]:
+        """All that have this one's record, first the one whose it was. Raises KeyError."""
+        with self.changed:
+            place = self._records[id].place
+            return sorted(one for one, record in self._records.items() if record.place == place)
+
     def release(self, is_over: Callable[[SampleId], bool], *, short: bool) -> list[Segment]:
         """Takes out the segments that no sample needs, for `discard`. One that is not full is given
         up only when space is `short`."""
@@ -158,7 +164,7 @@ class Samples:
         """Whether nothing is ever appended to it again, by the next process either."""
         return segment.number < self._number
 
-    def segments(self) -> list[Segment]:
+    def all_segments(self) -> list[Segment]:
         """Those that are not taken out."""
         with self.changed:
             return list(self._segments.values())
@@ -167,6 +173,10 @@ class Samples:
     def used_bytes(self) -> int:
         both = [*list(self._segments.values()), *list(self._leaving.values())]
         return sum(segment.end for segment in both)
+
+    @property
+    def segments(self) -> int:
+        return len(self._segments)
 
     @property
     def spare_bytes(self) -> int:

@@ -1,5 +1,7 @@
 """Whether a spool may grow."""
 
+import errno
+import resource
 from pathlib import Path
 
 from draftfeed_producer.spool.config import SpoolConfig
@@ -7,18 +9,23 @@ from draftfeed_producer.spool.files import free_bytes
 
 
 class Space:
-    """The limits of a spool's size: its quota, the disk's free space, and a disk that is full."""
+    """The limits of a spool's size: its quota, the disk's free space, a disk that is full, and the
+    files that this process may have open: each segment is one."""
 
     def __init__(self, config: SpoolConfig) -> None:
         self._directory: Path = config.dir
         self._quota_bytes = config.quota_bytes
         self._floor_bytes = config.min_free_bytes
+        self._segment_limit = max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        """Sockets need the other half."""
         self._full = ""
         self._wanted_bytes = 0
 
     def refused(self, cause: OSError, wanted_bytes: int) -> None:
         """The disk did not take a record of that size."""
-        self._full = f"the disk is full: {cause.strerror}"
+        files = cause.errno in (errno.EMFILE, errno.ENFILE)
+        what = "a segment cannot be begun" if files else "the disk is full"
+        self._full = f"{what}: {cause.strerror}"
         self._wanted_bytes = wanted_bytes
 
     def accepted(self) -> None:
@@ -28,16 +35,20 @@ class Space:
         """Bytes that others leave us, down to the floor; below zero when it is passed."""
         return free_bytes(self._directory) + spare_bytes - self._floor_bytes
 
-    def has_room(self, used_bytes: int, spare_bytes: int) -> bool:
+    def has_room(self, used_bytes: int, spare_bytes: int, segments: int) -> bool:
         left = self.left(spare_bytes)
-        return used_bytes < self._quota_bytes and left >= 0 and left >= self._wanted_bytes
+        fits = used_bytes < self._quota_bytes and segments < self._segment_limit
+        return fits and left >= 0 and left >= self._wanted_bytes
 
-    def alarm(self, used_bytes: int, spare_bytes: int) -> str:
+    def alarm(self, used_bytes: int, spare_bytes: int, segments: int) -> str:
         """Why it may not; empty when it may."""
         if self._full:
             return self._full
         if used_bytes >= self._quota_bytes:
             return f"the spool holds {used_bytes} bytes, quota_bytes is {self._quota_bytes}"
+        if segments >= self._segment_limit:
+            limit = 2 * self._segment_limit
+            return f"{segments} segments are open, of {limit} files; raise segment_bytes"
         if (left := self.left(spare_bytes)) < 0:
             free = left + self._floor_bytes
             return f"the disk has {free} bytes left, min_free_bytes is {self._floor_bytes}"

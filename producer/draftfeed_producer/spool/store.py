@@ -251,7 +251,8 @@ class Spool:
     @property
     def alarm(self) -> str:
         """Why admission is paused (quota, free-space floor, full disk); empty when it is not."""
-        return self._space.alarm(self._samples.used_bytes, self._samples.spare_bytes)
+        samples = self._samples
+        return self._space.alarm(samples.used_bytes, samples.spare_bytes, samples.segments)
 
     @property
     def fill(self) -> float:
@@ -371,7 +372,8 @@ class Spool:
         self._samples.discard(segments)
 
     def _has_room(self) -> bool:
-        return self._space.has_room(self._samples.used_bytes, self._samples.spare_bytes)
+        samples = self._samples
+        return self._space.has_room(samples.used_bytes, samples.spare_bytes, samples.segments)
 
     def _capacity(self) -> int:
         return self._space.capacity(self._samples.used_bytes, self._samples.spare_bytes)
