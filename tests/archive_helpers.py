@@ -1,6 +1,6 @@
 """Archives of small samples, and spools that fill them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ LINES = lines(range(1600))
 
 
 @contextmanager
-def opened(*roots: Path, **options: Any) -> Iterator[Archive]:
+def opened(*roots: Path, stopped: Callable[[], bool] = bool, **options: Any) -> Iterator[Archive]:
     config = ArchiveConfig(roots=roots, **{"min_free_bytes": 0, **options})
-    archive = Archive(config, DESCRIPTOR, PROMPTS, LINES)
+    archive = Archive(config, DESCRIPTOR, PROMPTS, LINES, stopped)
     try:
         yield archive
     finally:

@@ -58,6 +58,8 @@ PING_SECONDS = 1.0
 MAX_BACKLOG = 1000
 """Actions waiting for one member that has stopped reading; then its session ends."""
 MAX_NOTICES = 64
+MAX_UNSENT = 16
+"""Frames, of at most 8 MiB each."""
 SHUT_OUT = m.Refused(code="session", reason="your key is not known here any more")
 """It may ask again: a new connection is told so by its handshake."""
 TOO_MANY_ATTEMPTS = "there are too many attempts to attach; this one was not looked at"
@@ -120,6 +122,8 @@ class Server:
         self._gone: deque[bytes] = deque()
         """Members that were found gone, whose sessions are to end."""
         self._dropping = False
+        self._unsent: dict[SendChunk, bytes] = {}
+        """Frames that a pipe did not take, by what is to be sent."""
         self._due: deque[bytes] = deque()
         """Members that more could be sent to when the last turn was over."""
         self.regenerate: queue.SimpleQueue[list[SampleId]] = queue.SimpleQueue()
@@ -429,8 +433,11 @@ class Server:
 
     def _forget_the_gone(self) -> None:
         """What waited for a session that is over is not for the next one."""
-        for sender in [one for one in self._backlogs if one not in self._delivery.fencing.attached]:
+        attached = self._delivery.fencing.attached
+        for sender in [one for one in self._backlogs if one not in attached]:
             del self._backlogs[sender]
+        for action in [one for one in self._unsent if one.sender not in attached]:
+            del self._unsent[action]
 
     def _flush_all(self) -> None:
         for sender in list(self._backlogs):
@@ -502,15 +509,29 @@ class Server:
                 self._spool.void(action.id, action.reason)
 
     def _send_chunk(self, action: SendChunk) -> None:
-        if action.message.index == 0:
-            self._read_ahead(action.sender)
         try:
-            frame = self._spool.read_chunk(action.message.id, action.message.index)
+            frame = self._unsent.pop(action, None) or self._read_chunk(action)
         except KeyError:  # it became terminal while it waited here
             return
-        if self._send(action.sender, [m.encode(action.message), frame]):
+        try:
+            sent = self._send(action.sender, [m.encode(action.message), frame])
+        except zmq.Again:
+            self._keep_unsent(action, frame)
+            raise
+        if sent:
             self._delivery.sent(action.sender, len(frame))
             self._count_chunk(action)
+
+    def _read_chunk(self, action: SendChunk) -> bytes:
+        if action.message.index == 0:
+            self._read_ahead(action.sender)
+        return self._spool.read_chunk(action.message.id, action.message.index)
+
+    def _keep_unsent(self, action: SendChunk, frame: bytes) -> None:
+        """Where the link is full it is tried again at once, and would be read again each time."""
+        self._unsent[action] = frame
+        if len(self._unsent) > MAX_UNSENT:
+            del self._unsent[next(iter(self._unsent))]
 
     def _read_ahead(self, sender: bytes) -> None:
         """What a member is to get behind the sample that begins."""

@@ -23,7 +23,7 @@ from archive_helpers import (
     read,
     segments,
 )
-from draftfeed_producer.archive import Archive, ArchiveConfig, ArchivedSpool
+from draftfeed_producer.archive import Archive, ArchiveConfig, ArchivedSpool, archiver
 from draftfeed_producer.archive.sealed import digest_of
 from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.errors import ArchiveError
@@ -452,9 +452,10 @@ def test_producers_that_begin_an_archive_at_once_share_it(tmp_path: Path) -> Non
 
 
 def test_root_that_hangs_costs_the_archive_and_neither_the_stream_nor_the_end(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waits for the archive takes room in the spool, and generation would wait for it."""
+    monkeypatch.setattr(archiver, "PATIENCE_SECONDS", 0.0)
     Gated.gate = threading.Event()
     with (
         opened(tmp_path / "a") as archive,
@@ -472,6 +473,24 @@ def test_root_that_hangs_costs_the_archive_and_neither_the_stream_nor_the_end(
             Gated.gate.set()
         eventually(lambda: archive.statistics().samples == 30 - full.missed, "it goes on")
         assert not spool.archive_statistics().alarm
+
+
+def test_archive_that_keeps_up_loses_nothing_to_a_spool_that_is_full(tmp_path: Path) -> None:
+    """Where the trainer is slower than generation it always is."""
+    Gated.gate = threading.Event()
+    with (
+        opened(tmp_path / "a") as archive,
+        archiving(tmp_path / "spool", archive, Gated, quota_bytes=1 << 17) as spool,
+    ):
+        for ordinal in range(30):
+            if not spool.wait_for_space(0.01):
+                break
+            spool.append(sample(ordinal))
+            commit(spool, lines(range(ordinal + 1)))
+        assert spool.alarm
+        Gated.gate.set()
+        eventually(lambda: spool.wait_for_space(0.1), "room")
+        assert spool.archive_statistics().missed == 0
 
 
 def test_root_that_disappears_costs_its_samples_and_nothing_goes_there(

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,6 +14,8 @@ from draftfeed_producer.spool.segments import Record, Segment
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 10.0
+"""A segment may wait for a root while its space is needed."""
 CLOSE_SECONDS = 10.0
 """A root that does not answer is not waited for longer when the process is to end."""
 
@@ -21,6 +24,8 @@ class _Job(NamedTuple):
     segment: Segment
     link: bool
     done: Callable[[], None]
+    taken_at: float
+    """Monotonic seconds."""
 
 
 class Archiver:
@@ -45,16 +50,18 @@ class Archiver:
         """done: called when the segment may be deleted, by any thread; not when the process ends
         before that: the next start takes it again."""
         with self._changed:
-            self._jobs.append(_Job(segment, link, done))
+            self._jobs.append(_Job(segment, link, done, time.monotonic()))
             self._changed.notify()
 
     def give_way(self) -> bool:
-        """Somebody needs the space now: the oldest that was not begun is given up. False when there
-        is none."""
+        """Somebody needs the space now: the oldest is given up when it has waited for long and was
+        not begun. False when there is none: a spool is full for as long as its trainer is slow,
+        and an archive that keeps up loses nothing by that."""
         with self._changed:
-            job = self._jobs.popleft() if self._jobs else None
-        if job is None:
-            return False
+            since = time.monotonic() - PATIENCE_SECONDS
+            if not self._jobs or self._jobs[0].taken_at > since:
+                return False
+            job = self._jobs.popleft()
         roots = ", ".join(map(str, self._archive.config.roots))
         self._miss(job.segment, f"{roots}: slower than what is to be archived")
         self._done(job)

@@ -1,0 +1,109 @@
+"""One line of the prompt file in several epochs: what they share, and what damage to it means."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from archive_helpers import archive_samples, archiving, commit, lines, opened, read, segments
+from draftfeed_producer.archive.sealed import Interrupted
+from draftfeed_producer.spool.segments import frame_fault
+from samples import sample
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "archive"
+
+
+def test_damage_found_in_one_epoch_is_refused_and_made_again_in_the_next(
+    tmp_path: Path, root: Path
+) -> None:
+    """Both were in stock: the second had no bytes any more, and its consumer attached again, for
+    ever."""
+    with opened(root) as archive:
+        archive_samples(tmp_path / "first", archive, [1])
+        with archiving(tmp_path / "spool", archive) as spool:
+            one, two = (sample(1).id.in_epoch(epoch) for epoch in (1, 2))
+            for id in (one, two):
+                assert spool.shelve(id) is not None
+            (path,) = segments(root)
+            flip(path, path.stat().st_size // 2)
+            assert not spool.whole(one)
+            spool.void(one, "damaged")
+            assert frame_fault(spool.read_chunk(two, 0))
+            assert not spool.whole(two)
+            spool.void(two, "damaged")
+            assert not spool.finished(one)
+            assert not spool.finished(two)
+            assert set(spool.regenerated) == {one, two}
+
+
+def test_record_that_epochs_share_is_forgotten_under_all_their_ids(
+    tmp_path: Path, root: Path
+) -> None:
+    """Each epoch was given the damaged one once more, and so was every start."""
+    with opened(root) as archive, archiving(tmp_path / "spool", archive) as spool:
+        record = spool.append(sample(1))
+        own = record.header.id
+        spool.commit(1, lines([1]), term=1)
+        second, third = own.in_epoch(1), own.in_epoch(2)
+        assert spool.shelve(second) is not None
+        flip(tmp_path / "spool" / "00000001.seg", record.chunks[1][0] + 60)
+        assert not spool.whole(second)
+        spool.void(second, "damaged")
+        assert spool.shelve(third) is None
+        assert second in spool.regenerated
+    with opened(root) as archive, archiving(tmp_path / "spool", archive) as spool:
+        assert spool.shelve(third) is None
+        assert 1 not in {id.ordinal for id in spool.lines()}
+
+
+def test_what_was_made_again_serves_the_epochs_after_it(tmp_path: Path, root: Path) -> None:
+    with opened(root) as archive, archiving(tmp_path / "spool", archive) as spool:
+        own = spool.append(sample(1)).header.id
+        spool.commit(1, lines([1]), term=1)
+        spool.shelve(own.in_epoch(1))
+        spool.void(own.in_epoch(1), "damaged")
+        spool.append(replace(sample(1, rows=7), id=own.in_epoch(1)))
+        header = spool.shelve(own.in_epoch(2))
+        assert header is not None
+        assert header.rows == 7
+        assert read(spool, own.in_epoch(2)) == sample(1, rows=7).digest()
+
+
+def test_what_killed_a_trainer_in_a_later_epoch_is_not_archived_either(
+    tmp_path: Path, root: Path
+) -> None:
+    """A replay of that archive would serve what has killed the trainer three times."""
+    with opened(root) as archive, archiving(tmp_path / "spool", archive) as spool:
+        own = spool.append(sample(1)).header.id
+        spool.append(sample(2))
+        spool.commit(1, lines([1, 2]), term=1)
+        spool.shelve(own.in_epoch(1))
+        spool.tombstone(own.in_epoch(1), "quarantined", "the trainer died three times")
+        commit(spool, lines([1, 2]))
+        spool.archive_rest()
+        assert {id.ordinal for id in archive.lines} == {2}
+
+
+def test_looking_for_a_header_takes_nothing(tmp_path: Path, root: Path) -> None:
+    """A commit that is refused was looked at so: what it named counted as finished after that."""
+    with opened(root) as archive, archiving(tmp_path / "spool", archive) as spool:
+        later = spool.append(sample(1)).header.id.in_epoch(1)
+        assert spool.header_of(later) is not None
+        assert not spool.finished(later)
+        assert read(spool, later) == sample(1).digest()  # a rollback delivers it like this
+
+
+def test_opening_a_large_archive_can_be_interrupted(tmp_path: Path, root: Path) -> None:
+    with opened(root) as archive:
+        archive_samples(tmp_path / "first", archive, [1, 2])
+    with pytest.raises(Interrupted), opened(root, stopped=lambda: True):
+        pass
