@@ -74,7 +74,8 @@ class _Group:
                 self._tell()
         finally:
             for kind, handler in before.items():
-                signal.signal(kind, handler)
+                if handler is not None:  # else it is faulthandler's, which Python cannot put back
+                    signal.signal(kind, handler)
         if isinstance(self._outcome, BaseException):
             raise self._outcome
         return self._outcome

@@ -74,7 +74,7 @@ def test_ranks_start_restart_and_drain_as_one_service(hosts: Hosts) -> None:
 
     box.systemctl("stop", CONSUMER)
     state = box.show(CONSUMER, "Result", "ExecMainStatus")
-    assert state == {"Result": "success", "ExecMainStatus": "0"}
-    assert "samples trained and committed" in box.journal(CONSUMER)
-    said = audit(hosts)
-    assert "held by members       0" in said
+    said = box.journal(CONSUMER)
+    assert state == {"Result": "success", "ExecMainStatus": "0"}, said
+    assert "samples trained and committed" in said
+    assert "held by members       0" in audit(hosts)
