@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "root"
 
 
-def served(directory: Path, root: Path, epoch: int, **options: object) -> list[int]:
+def served(directory: Path, root: Path, epoch: int, **options: Any) -> list[int]:
     """Lines, in order."""
     with opened(root, **options) as archive, archiving(directory, archive) as spool:
         shelf = Shelf(spool)
