@@ -365,10 +365,10 @@ class Server:
         self._assets.sent(piece, tracker)
         self._asset_bytes += len(piece.data)
 
-    def _pump(self) -> bool:
+    def _pump(self) -> None:
         """Send what credit and the socket take, a chunk to each member in turn, until it is time
-        to look at what has come; whether anything went out."""
-        sent, until = False, time.monotonic() + SEND_SECONDS
+        to look at what has come."""
+        until = time.monotonic() + SEND_SECONDS
         attached = self._delivery.fencing.attached
         turns = dict.fromkeys([*(one for one in self._due if one in attached), *attached])
         # A flush ends the session of a peer that is gone.
@@ -377,10 +377,8 @@ class Server:
             sender = self._due.popleft()
             actions = self._delivery.next_chunk(sender)
             self._perform(actions)
-            sent |= bool(actions)
             if actions and self._flush(sender):
                 self._due.append(sender)
-        return sent
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
