@@ -125,7 +125,7 @@ def test_how_well_each_order_mixes(
     record_property("of 64, of one segment, window 64", round(neighbours(drawn, segments), 3))
     record_property("of 64, of one segment, window 4096", round(near, 3))
     both = np.argsort(orders[0]), np.argsort(orders[1])
-    record_property("correlation of two epochs", round(np.corrcoef(*both)[0, 1], 3))
+    record_property("correlation of two epochs", round(float(np.corrcoef(*both)[0, 1]), 3))
 
 
 def part(archive: Archive, low: float, high: float, **options: int) -> IdSet:
