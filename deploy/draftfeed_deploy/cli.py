@@ -24,6 +24,7 @@ from draftfeed_deploy import (
     keygen,
     plan_tools,
     prepare_tools,
+    rank,
     spool_tools,
     target_tools,
     top_tools,
@@ -170,16 +171,16 @@ def _replay(arguments: argparse.Namespace, console: Console) -> int:
 
 def _consumer(arguments: argparse.Namespace, console: Console) -> int:
     _ignore_hangups()
+    if arguments.ranks > 1 and rank.is_rank():
+        rank.end_with_parent()  # before anything that takes its time
     from draftfeed_deploy import packages
 
     packages.require_for_consumer()
     config = _consumer_config(arguments)
-    if arguments.ranks > 1:
-        from draftfeed_deploy.rank_group import end_with_parent, is_rank, run_ranks
+    if arguments.ranks > 1 and not rank.is_rank():
+        from draftfeed_deploy.rank_group import run_ranks
 
-        if not is_rank():
-            return run_ranks(arguments.ranks)
-        end_with_parent()
+        return run_ranks(arguments.ranks)
     from draftfeed_consumer.actions import Attach
     from draftfeed_deploy.consumer import run_consumer
 

@@ -5,7 +5,6 @@ has replaced. A service manager has to tell these apart, so here the first fault
 its exit code is ours; whoever starts services starts this one again.
 """
 
-import ctypes
 import logging
 import os
 import secrets
@@ -14,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from draftfeed_deploy import exits
+from draftfeed_deploy.rank import PARENT
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +29,7 @@ POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 30
 """For the others to end, when one has."""
 ABORT_SECONDS = 2.0
-PR_SET_PDEATHSIG = 1
 AGENT_LOG = "torch.distributed.elastic.multiprocessing.api"
-
-
-def is_rank() -> bool:
-    """Whether this process was started by torchrun, or by us."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def end_with_parent() -> None:
-    """For a rank: SIGTERM when whoever started it is gone. Its session is its own, so nothing else
-    would tell it, and it would train on beside its successors."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_ranks(count: int) -> int:
@@ -62,6 +51,7 @@ class _Group:
         """Raises what kept the ranks from being started."""
         # They are on one machine: nobody else has to reach them.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ[PARENT] = str(os.getpid())
         # It says that signals do not reach it in a thread; they reach us.
         logging.getLogger(AGENT_LOG).setLevel(logging.ERROR)
         acts = {signal.SIGTERM: self._ask, signal.SIGINT: self._ask, signal.SIGABRT: _abort}
@@ -88,7 +78,7 @@ class _Group:
         for pid in _children():
             if self._told.get(pid, 0) < self._asked:
                 self._told[pid] = self._told.get(pid, 0) + 1
-                os.kill(pid, signal.SIGTERM)
+                _kill(pid, signal.SIGTERM)
 
     def _launch(self) -> None:
         config = LaunchConfig(
@@ -130,12 +120,17 @@ def code_of_ranks(codes: Iterable[int]) -> int:
 def _abort(number: int, frame: FrameType | None) -> None:
     """The watchdog's: it is the ranks that hang, and say where (PYTHONFAULTHANDLER)."""
     for pid in _children():
-        os.kill(pid, signal.SIGABRT)
+        _kill(pid, signal.SIGABRT)
     until = time.monotonic() + ABORT_SECONDS
     while _children() and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
     signal.signal(signal.SIGABRT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGABRT)
+
+
+def _kill(pid: int, kind: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended by itself
+        os.kill(pid, kind)
 
 
 def _children() -> list[int]:

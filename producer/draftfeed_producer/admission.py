@@ -141,7 +141,8 @@ class Admission:
 
     def _begin_epoch(self) -> None:
         """When all of the last one is stored: what exists of a line is known only then."""
-        if not self._given_out or self._begun or not self._epochs:
+        waiting = self._begun or self._again or not self._server.regenerate.empty()
+        if not self._given_out or waiting or not self._epochs:
             return
         epoch = self._epochs.popleft()
         ids = self._owned.within(self._spool.shards.one_epoch(epoch)) - self._spool.committed

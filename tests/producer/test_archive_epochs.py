@@ -1,12 +1,15 @@
 """One line of the prompt file in several epochs: what they share, and what damage to it means."""
 
+import threading
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from archive_helpers import archive_samples, archiving, commit, lines, opened, read, segments
+from draftfeed_producer.archive import archiver
 from draftfeed_producer.archive.sealed import Interrupted
+from draftfeed_producer.archive.store import BeingSealed
 from draftfeed_producer.spool.segments import frame_fault
 from samples import sample
 
@@ -107,3 +110,84 @@ def test_opening_a_large_archive_can_be_interrupted(tmp_path: Path, root: Path) 
         archive_samples(tmp_path / "first", archive, [1, 2])
     with pytest.raises(Interrupted), opened(root, stopped=lambda: True):
         pass
+
+
+def test_void_of_a_shared_record_names_the_id_that_it_was_stored_under(
+    tmp_path: Path, root: Path
+) -> None:
+    """After a rollback an earlier epoch shares a later one's: the next start served it again."""
+    config = {"segment_bytes": 1 << 20}
+    with opened(root) as archive, archiving(tmp_path / "spool", archive, **config) as spool:
+        made_again = sample(1).id.in_epoch(1)
+        spool.append(replace(sample(1), id=made_again))
+        first = sample(1).id
+        assert spool.shelve(first) is not None
+        spool.void(first, "damaged")
+        assert not spool.finished(made_again)
+    with opened(root) as archive, archiving(tmp_path / "spool", archive, **config) as spool:
+        assert not spool.finished(made_again)
+
+
+def test_void_that_the_log_does_not_take_can_be_tried_again(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(root) as archive, archiving(tmp_path / "spool", archive) as spool:
+        own = spool.append(sample(1)).header.id
+        spool.commit(1, lines([1]), term=1)
+        second = own.in_epoch(1)
+        spool.shelve(second)
+        with monkeypatch.context() as full:
+            full.setattr(spool, "_void", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+            with pytest.raises(OSError, match="full"):
+                spool.void(second, "damaged")
+        assert spool.finished(second)
+        spool.void(second, "damaged")
+        assert not spool.finished(second)
+        assert spool.shelve(own.in_epoch(2)) is None
+
+
+def test_run_that_is_over_is_not_archived_again_at_its_next_start(
+    tmp_path: Path, root: Path
+) -> None:
+    """With a quota it said that the archive takes no more, and with two roots it made a copy."""
+    with opened(root) as archive:
+        for _ in range(2):
+            with archiving(tmp_path / "spool", archive) as spool:
+                if not spool.committed:
+                    spool.append(sample(1))
+                    spool.commit(1, lines([1]), term=1)
+                spool.archive_rest()
+                quota = archive.statistics().bytes
+        assert len(segments(root)) == 1
+    with (
+        opened(root, quota_bytes=quota) as archive,
+        archiving(tmp_path / "spool", archive) as spool,
+    ):
+        spool.archive_rest()
+        assert (spool.archive_statistics().alarm, spool.archive_statistics().missed) == ("", 0)
+
+
+def test_what_a_root_that_hangs_is_sealing_is_made_again_and_told(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last samples of an epoch waited for it for ever, and so did the end of the run."""
+    gate, sealing = threading.Event(), threading.Event()
+
+    def hangs(*_: object, **__: object) -> None:
+        sealing.set()
+        gate.wait()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(archiver, "seal", hangs)
+    with opened(root) as archive, archiving(tmp_path / "spool", archive) as spool:
+        own = spool.append(sample(1)).header.id
+        spool.append(sample(2))
+        commit(spool, lines([1, 2]))
+        assert sealing.wait(10)
+        with pytest.raises(BeingSealed):
+            spool.shelve(own.in_epoch(1))
+        monkeypatch.setattr(archiver, "STUCK_SECONDS", 0.0)
+        assert "does not answer" in spool.archive_statistics().alarm
+        assert spool.shelve(own.in_epoch(1)) is None
+        spool.archive_rest()  # returns
+        gate.set()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from draftfeed_producer.archive.index import Archive
-from draftfeed_producer.archive.sealed import Interrupted, seal
+from draftfeed_producer.archive.sealed import Interrupted, digest_of, seal
 from draftfeed_producer.errors import SpoolError
 from draftfeed_producer.spool.segments import Record, Segment
 
@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 10.0
 """A segment may wait for a root while its space is needed."""
+STUCK_SECONDS = 120.0
+"""For one segment: a root that takes longer hangs, and nobody waits for it any more."""
 CLOSE_SECONDS = 10.0
 """A root that does not answer is not waited for longer when the process is to end."""
 
@@ -41,7 +43,9 @@ class Archiver:
         """Notified when there is a job, or will be none."""
         self._finishing = False
         self._stopped = threading.Event()
-        self.alarm = ""
+        self._alarm = ""
+        self._began_at: float | None = None
+        """Of the job that is being done, in monotonic seconds."""
         self.missed = 0
         self._thread = threading.Thread(target=self._run, name="archiver", daemon=True)
         self._thread.start()
@@ -52,6 +56,18 @@ class Archiver:
         with self._changed:
             self._jobs.append(_Job(segment, link, done, time.monotonic()))
             self._changed.notify()
+
+    @property
+    def alarm(self) -> str:
+        """Why nothing is archived; empty while something is."""
+        if self.stuck:
+            return f"the archive does not answer for {STUCK_SECONDS:.0f} seconds and more"
+        return self._alarm
+
+    @property
+    def stuck(self) -> bool:
+        began = self._began_at
+        return began is not None and time.monotonic() - began > STUCK_SECONDS
 
     def give_way(self) -> bool:
         """Somebody needs the space now: the oldest is given up when it has waited for long and was
@@ -68,13 +84,14 @@ class Archiver:
         return True
 
     def finish(self) -> None:
-        """Returns when everything taken so far is sealed, or soon after `interrupt`."""
+        """Returns when everything taken so far is sealed, or when that is stuck, or soon after
+        `interrupt`."""
         with self._changed:
             self._finishing = True
             self._changed.notify()
-        while self._thread.is_alive() and not self._stopped.wait(0.05):
+        while self._thread.is_alive() and not (self._stopped.wait(0.05) or self.stuck):
             self._thread.join(0.5)
-        self._thread.join(CLOSE_SECONDS)
+        self._thread.join(0.0 if self.stuck else CLOSE_SECONDS)
 
     def interrupt(self) -> None:
         """`finish` returns soon: what is not sealed by now stays in the spool."""
@@ -88,6 +105,7 @@ class Archiver:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
+            self._began_at = time.monotonic()
             try:
                 self._seal(job)
             except Interrupted:
@@ -97,6 +115,7 @@ class Archiver:
                 self._miss(job.segment, f"an error of its own: {error!r}")
             if self._stopped.is_set():
                 return  # the spool may be another process' by now
+            self._began_at = None
             self._done(job)
 
     def _next(self) -> _Job | None:
@@ -111,7 +130,9 @@ class Archiver:
             logger.error("%s cannot be deleted: %s", job.segment.path, error.strerror)
 
     def _seal(self, job: _Job) -> None:
-        """Into the first of the roots that takes it."""
+        """Into the first of the roots that takes it; not once more what is there already."""
+        if self._is_there(job.segment):
+            return
         used = self._archive.statistics().bytes
         roots, reason = self._archive.roots.choose(job.segment.end, used)
         stream_id = self._archive.descriptor.stream_id()
@@ -129,16 +150,25 @@ class Archiver:
             except (OSError, SpoolError) as error:
                 reason = f"{root}: {getattr(error, 'strerror', None) or error}"
                 continue
-            if self.alarm:
+            if self._alarm:
                 logger.warning("archiving goes on, in %s", root)
-            self.alarm = ""
+            self._alarm = ""
             return
         self._miss(job.segment, reason)
+
+    def _is_there(self, segment: Segment) -> bool:
+        """This very segment; of its lines there may be damaged samples, and these replace them."""
+        if not all(id in self._archive for id in segment.ids):
+            return False  # and it need not be read
+        try:
+            return self._archive.has(digest_of(segment.path))
+        except OSError:
+            return False
 
     def _miss(self, segment: Segment, reason: str) -> None:
         """Said once, when it begins, with the sample from which on epochs are generated again."""
         self.missed += len(segment.ids)
-        if not self.alarm:
+        if not self._alarm:
             first = min(segment.ids, default=None)
             logger.error(
                 "nothing more is archived (%s): from sample %s on later epochs generate again what "
@@ -146,4 +176,4 @@ class Archiver:
                 reason,
                 first,
             )
-        self.alarm = f"the archive takes no more: {reason}"
+        self._alarm = f"the archive takes no more: {reason}"

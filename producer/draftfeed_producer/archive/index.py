@@ -168,6 +168,11 @@ class Archive:
                 if not self._places[id.ordinal]:
                     self._lines.discard(id.in_epoch(0))
 
+    def has(self, digest: str) -> bool:
+        """Whether the segment of that name is there."""
+        with self._lock:
+            return bytes.fromhex(digest) in self._numbers
+
     def place_of(self, id: SampleId) -> int:
         """What `place` gives for its line."""
         with self._lock:

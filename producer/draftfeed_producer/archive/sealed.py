@@ -65,7 +65,8 @@ class Rescued(NamedTuple):
 
 
 class Interrupted(Exception):
-    """Sealing was told to stop; nothing of the segment is in the archive."""
+    """Sealing, or reading the indexes, was told to stop; of a segment that was being sealed nothing
+    is in the archive."""
 
 
 def seal(
@@ -204,9 +205,9 @@ def headers_in(path: Path) -> list[SampleHeader]:
     return headers
 
 
-def digest_of(path: Path, stopped: Callable[[], bool] = bool) -> str:
-    """Raises OSError, and Interrupted."""
-    return _copy(path, None, stopped, link=False)[0]
+def digest_of(path: Path) -> str:
+    """Raises OSError."""
+    return _copy(path, None, bool, link=False)[0]
 
 
 def _records(

@@ -41,7 +41,6 @@ class Shelf:
         segments = self._spool.archive.segment_of(places)
         order = shuffled(places, segments, config.order, config.seed, epoch)
         with self._lock:
-            assert self.exhausted
             self._lines, self._order, self._next = lines, order, 0
 
     def take(self) -> tuple[SampleId, SampleHeader | None] | None:
@@ -78,7 +77,8 @@ class Shelf:
 
     @property
     def exhausted(self) -> bool:
-        return self._next >= len(self._order) and not self._later
+        with self._lock:  # one that was looked at in vain is in `_later` again afterwards
+            return self._next >= len(self._order) and not self._later
 
 
 class _Lines:

@@ -54,7 +54,7 @@ class ArchivedSpool(Spool):
             if (shared := self._shared(id)) is not None:
                 return shared
             line = id.in_epoch(0)
-            if any(line in lines for lines in self._leaving.values()):
+            if any(line in lines for lines in self._leaving.values()) and not self._archiver.stuck:
                 raise BeingSealed
         place, header = self.archive.place_of(id), self.archive.header(id)
         if header is not None:
@@ -117,12 +117,12 @@ class ArchivedSpool(Spool):
 
     def void(self, id: SampleId, reason: str) -> None:
         if id in self._samples:
-            own, *others = self._samples.sharing(id)
-            for other in others:  # those that are not terminal are refused in their turn
-                self._samples.forget(other)
-            if id != own:
-                self._store(Regenerated(IdSet([id]).to_wire()))
-            super().void(own, reason)
+            record = self._samples.record(id)
+            self._store(Regenerated(IdSet([id]).to_wire()))
+            self._void(record.own or id, record.place, reason)
+            for one in self._samples.sharing(id):  # who is not terminal is refused in his turn
+                self._samples.forget(one)
+            self._free()
             return
         # Nothing of it is written into the archive, which others read. A start after this serves
         # the damaged one again, has it refused again, and comes to the same end.

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -127,15 +128,16 @@ class Samples:
         with self.changed:
             record = self._records[source]
             header = msgspec.structs.replace(record.header, id=id)
-            self._records[id] = shared = msgspec.structs.replace(record, header=header)
+            own = record.own or record.header.id
+            self._records[id] = shared = msgspec.structs.replace(record, header=header, own=own)
             self._segments[record.segment].ids.add(id)
         return shared
 
     def sharing(self, id: SampleId) -> list[SampleId]:
-        """All that have this one's record, first the one whose it was. Raises KeyError."""
+        """All that have this one's record. Raises KeyError."""
         with self.changed:
             place = self._records[id].place
-            return sorted(one for one, record in self._records.items() if record.place == place)
+            return [one for one, record in self._records.items() if record.place == place]
 
     def release(self, is_over: Callable[[SampleId], bool], *, short: bool) -> list[Segment]:
         """Takes out the segments that no sample needs, for `discard`. One that is not full is given
@@ -153,12 +155,17 @@ class Samples:
 
     def discard(self, segments: list[Segment]) -> None:
         """Delete them, and wake who waits for space."""
-        for segment in segments:
-            segment.unlink()
-        with self.changed:
+        with ExitStack() as stack:
             for segment in segments:
+                stack.callback(self._discard, segment)  # each, also when another cannot be deleted
+
+    def _discard(self, segment: Segment) -> None:
+        try:
+            segment.unlink()
+        finally:
+            with self.changed:
                 del self._leaving[segment.number]
-            self.changed.notify_all()
+                self.changed.notify_all()
 
     def closed(self, segment: Segment) -> bool:
         """Whether nothing is ever appended to it again, by the next process either."""
@@ -176,7 +183,8 @@ class Samples:
 
     @property
     def segments(self) -> int:
-        return len(self._segments)
+        """That are open."""
+        return len(self._segments) + len(self._leaving)
 
     @property
     def spare_bytes(self) -> int:

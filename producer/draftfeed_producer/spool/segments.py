@@ -39,6 +39,8 @@ class Record(msgspec.Struct, frozen=True):
     segment: int
     chunks: tuple[tuple[int, int], ...]
     """(offset, bytes) of each frame in the segment file."""
+    own: SampleId | None = None
+    """Under which id it lies there, when it is shared under another."""
 
     @property
     def place(self) -> tuple[int, int]:
