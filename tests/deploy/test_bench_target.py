@@ -151,7 +151,7 @@ def test_the_synthetic_engine_has_nothing_to_measure(
     path.write_text(f'[engine]\nname = "synthetic"\n[spool]\ndir = "{tmp_path}/spool"\n')
     assert main(["bench", "target", "-c", str(path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "bench target runs a target, and the synthetic engine has none" in line
+    assert "bench target runs a target, and this engine has none" in line
     assert not (tmp_path / "bench-target.json").exists()
 
 

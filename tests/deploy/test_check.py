@@ -291,7 +291,7 @@ def test_the_synthetic_engine_has_nothing_to_check(
     path = tmp_path / "synthetic.toml"
     path.write_text(f'[engine]\nname = "synthetic"\n[spool]\ndir = "{tmp_path}/spool"\n')
     assert main(["producer", "-c", str(path), "--check"]) == 2
-    assert "--check runs a target, and the synthetic engine has none" in capsys.readouterr().err
+    assert "--check runs a target, and this engine has none" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_it_cleanly(path: Path) -> None:

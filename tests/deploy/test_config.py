@@ -63,7 +63,7 @@ def test_engine_is_chosen_by_its_name(tmp_path: Path) -> None:
         (GOOD + "qouta_bytes = 5\n", "unknown key 'spool.qouta_bytes'; did you mean 'quota_bytes'"),
         (GOOD + "[sever]\n", "unknown key 'sever'; did you mean 'server'"),
         (GOOD.replace("samples", "smaples"), "unknown key 'engine.smaples'"),
-        (GOOD.replace("synthetic", "vllm"), "'transformers', 'synthetic', not 'vllm'"),
+        (GOOD.replace("synthetic", "vllm"), "'transformers', 'synthetic', 'archive', not 'vllm'"),
         (GOOD.replace('name = "synthetic"\n', ""), "engine.name must be one of"),
         (GOOD.replace("7", '"seven"'), "Expected `int`, got `str` - at engine.samples"),
         (GOOD.replace("[spool]\ndir", "[server]\nbind"), "required field `spool`"),

@@ -491,7 +491,10 @@ def test_what_a_consumer_cannot_run_with(
         (["--set", "a.b=1"], "needs -c"),
         (["--tokens-per-second", "0"], "must be above 0"),
         (["-c", "producer.toml", "--set", "spool.dri=x"], "did you mean 'dir'?"),
-        (["-c", "producer.toml", "--set", "server.bind='tcp://[::1]:99999'"], "ports end at 65535"),
+        (
+            ["-c", "producer.toml", "--set", "server.bind='tcp://[::1]:99999'"],
+            "is no port; they are 1 to 65535",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
