@@ -116,15 +116,20 @@ def test_void_of_a_shared_record_names_the_id_that_it_was_stored_under(
     tmp_path: Path, root: Path
 ) -> None:
     """After a rollback an earlier epoch shares a later one's: the next start served it again."""
-    config = {"segment_bytes": 1 << 20}
-    with opened(root) as archive, archiving(tmp_path / "spool", archive, **config) as spool:
+    with (
+        opened(root) as archive,
+        archiving(tmp_path / "spool", archive, segment_bytes=1 << 20) as spool,
+    ):
         made_again = sample(1).id.in_epoch(1)
         spool.append(replace(sample(1), id=made_again))
         first = sample(1).id
         assert spool.shelve(first) is not None
         spool.void(first, "damaged")
         assert not spool.finished(made_again)
-    with opened(root) as archive, archiving(tmp_path / "spool", archive, **config) as spool:
+    with (
+        opened(root) as archive,
+        archiving(tmp_path / "spool", archive, segment_bytes=1 << 20) as spool,
+    ):
         assert not spool.finished(made_again)
 
 
@@ -157,7 +162,7 @@ def test_run_that_is_over_is_not_archived_again_at_its_next_start(
                     spool.append(sample(1))
                     spool.commit(1, lines([1]), term=1)
                 spool.archive_rest()
-                quota = archive.statistics().bytes
+        quota = archive.statistics().bytes
         assert len(segments(root)) == 1
     with (
         opened(root, quota_bytes=quota) as archive,
