@@ -26,7 +26,6 @@ from draftfeed_producer.archive.sealed import (
 )
 from draftfeed_producer.errors import ArchiveDamaged, ArchiveError
 from draftfeed_producer.spool.segments import Record, frame_fault
-from draftfeed_proto import ranges
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -314,14 +313,8 @@ class Archive:
         return len(self._digests) - 1
 
     def _check(self, path: Path, stream_id: str, headers: list[SampleHeader]) -> None:
-        """A copy that went into the wrong root must not pass for lines of this prompt file."""
-        prompts = self.contents.prompts
-        if stream_id != self.descriptor.stream_id():
-            raise ArchiveError(path, f"is of another stream ({stream_id[:8]})")
-        for header in headers:
-            id = header.id
-            if id.dataset != prompts.dataset or not ranges.contains(prompts.ranges, id.shard):
-                raise ArchiveError(path, f"is of another prompt file ({id})")
+        if strange := self.contents.strange(stream_id, headers):
+            raise ArchiveError(path, strange)
 
     def _index(self, header: SampleHeader, number: int, place: int) -> None:
         """Of two copies of a line the first stays, unless it is lost and the other is not."""

@@ -16,7 +16,6 @@ from draftfeed_producer.spool.control_log import KEEP_ALL
 from draftfeed_producer.spool.directory import FORMAT, Owner
 from draftfeed_producer.spool.reader import Reader, SegmentFile
 from draftfeed_producer.spool.segments import Damage, Record
-from draftfeed_proto import ranges
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
 
@@ -125,7 +124,7 @@ class ArchiveReader(Reader):
             yield from self._rescue(path, reason)
             return
         headers = [record.header for record in sealed.records]
-        if strange := self._strange(sealed.head.stream_id, headers):
+        if strange := self.contents.strange(sealed.head.stream_id, headers):
             yield Fault(path, strange)
             return
         self._add(path, sealed.head.bytes, headers)
@@ -136,7 +135,7 @@ class ArchiveReader(Reader):
         found = rescue(path, number)
         headers = [record.header for record in found.records]
         stream_id = found.stream_id or self.contents.descriptor.stream_id()
-        if strange := self._strange(stream_id, [*headers, *found.lost]):
+        if strange := self.contents.strange(stream_id, [*headers, *found.lost]):
             yield Fault(path, strange)
             return
         if found.records:
@@ -145,22 +144,11 @@ class ArchiveReader(Reader):
             self._add(path, found.bytes, headers)
         yield Fault(path, reason, tuple((one.id, one.key) for one in found.lost))
 
-    def _strange(self, stream_id: str, headers: list[SampleHeader]) -> str:
-        """Why they are none of this archive's; empty when they are."""
-        if stream_id != self.contents.descriptor.stream_id():
-            return f"is of another stream ({stream_id[:8]})"
-        ids = [one.id for one in headers if not self._has(one.id)]
-        return f"is of another prompt file ({ids[0]})" if ids else ""
-
     def _add(self, path: Path, size: int, headers: list[SampleHeader]) -> None:
         number = len(self._files)
         self._files.append(SegmentFile(number, path.with_suffix(SEGMENT), size, last=False))
         for header in headers:
             self._count(header, number)
-
-    def _has(self, id: SampleId) -> bool:
-        prompts = self.contents.prompts
-        return id.dataset == prompts.dataset and ranges.contains(prompts.ranges, id.shard)
 
     def _count(self, header: SampleHeader, number: int) -> None:
         line = header.id.ordinal

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,10 @@ from draftfeed_producer.archive.sealed import SEGMENT
 from draftfeed_producer.errors import ArchiveError
 from draftfeed_producer.spool.files import free_bytes, make_directory, sync_directory
 from draftfeed_producer.spool.ranges import format_ranges
+from draftfeed_proto import ranges
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, Shards, WireRanges
+from draftfeed_proto.sample import SampleHeader
 
 FORMAT = 1
 NAME = "archive.json"
@@ -28,6 +31,17 @@ class Contents(msgspec.Struct, frozen=True):
     count."""
     lines: WireRanges = []
     """Prompts of that file, in that epoch; none: not known."""
+
+    def strange(self, stream_id: str, headers: Iterable[SampleHeader]) -> str:
+        """Why samples are none of this archive's; empty when they are. A copy that went into the
+        wrong root must not pass for lines of this prompt file."""
+        if stream_id != self.descriptor.stream_id():
+            return f"is of another stream ({stream_id[:8]})"
+        for id in (header.id for header in headers):
+            shards = self.prompts.ranges
+            if id.dataset != self.prompts.dataset or not ranges.contains(shards, id.shard):
+                return f"is of another prompt file ({id})"
+        return ""
 
 
 class _Format(msgspec.Struct, frozen=True):
