@@ -39,7 +39,7 @@ def no_fence(patch: Patch) -> None:
         if not isinstance(message, m.Commit) or self.fencing.owned(sender, message):
             return received(self, sender, message, now)
         key, trained = (message.term, message.number), IdSet.from_wire(message.trained)
-        if self.authority.fault(key, trained, self._committable()):
+        if self._commit_fault(key, trained):
             return []
         stored = self.authority.advance(key, trained)
         self._out.forget_trained(trained)

@@ -43,7 +43,7 @@ class Machines:
     def __init__(self, directory: Path, network: Network, stack: ExitStack) -> None:
         self.network, self._directory, self._stack = network, directory, stack
         address = f"tcp://{ADDRESSES['inf']}:5550"
-        producer = PRODUCER.format(samples=SAMPLES, rate=0, address=address)
+        producer = PRODUCER.format(samples=SAMPLES, rate=0, epochs=1, address=address)
         (directory / "producer.toml").write_text(
             producer.replace("hidden_size = 64", "hidden_size = 4096").replace(
                 "segment_bytes = 100_000", "segment_bytes = 100_000_000"
