@@ -1,28 +1,23 @@
 """One round of the swap benchmark: a producer, a training node, and perhaps a second one."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from children import DRAFTFEED, HERE, POLL_SECONDS, Children, free_port
 from counting_trainer import newest
 from timed_producer import read_steps
 
-HERE = Path(__file__).parent
-DRAFTFEED = (sys.executable, "-m", "draftfeed_deploy.cli")
 CHECKPOINT_STEPS = 11
 """Not a divisor of the batches' 8 samples: what the old node has trained since its last checkpoint
 is there for the new one at once, which otherwise would have to wait for a batch to end."""
 END_SECONDS = 300.0
-POLL_SECONDS = 0.02
 
 ENGINES = {
     "synthetic": """
@@ -127,15 +122,13 @@ class Round(NamedTuple):
     old_exit: int | None = None
 
 
-class Line:
-    """A producer and its consumers, in a directory of their own. None outlives `close`."""
+class Line(Children):
+    """A producer and its consumers."""
 
     def __init__(self, directory: Path, setup: Setup) -> None:
-        self.directory, self.setup = directory, setup
-        self.processes: list[subprocess.Popen[bytes]] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        super().__init__(directory, END_SECONDS)
+        self.setup = setup
+        address = f"tcp://127.0.0.1:{free_port()}"
         prompts = resources.files("draftfeed_deploy.data").joinpath("prompts.jsonl").read_bytes()
         lines = prompts.splitlines(keepends=True)[: setup.samples]
         (directory / "prompts.jsonl").write_bytes(b"".join(lines))
@@ -149,43 +142,16 @@ class Line:
     def start_producer(self) -> "subprocess.Popen[bytes]":
         timed = (sys.executable, str(HERE / "timed_producer.py"), "steps.bin", self.setup.engine)
         arguments = ("producer", "-c", "producer.toml", "--run-dir", "producer")
-        return self._start("producer", (*timed, *arguments), self.setup.producer_cores)
+        return self.start("producer", (*timed, *arguments), self.setup.producer_cores)
 
     def start_consumer(self, name: str, *options: str) -> "subprocess.Popen[bytes]":
         arguments = ("consumer", "-c", f"{name}.toml", "--run-dir", name, *options)
-        return self._start(name, (*DRAFTFEED, *arguments), self.setup.consumer_cores)
+        return self.start(name, (*DRAFTFEED, *arguments), self.setup.consumer_cores)
 
     def drain(self, name: str) -> None:
         command = (*DRAFTFEED, "drain", "-c", f"{name}.toml")
-        process = self._start("drain", command, self.setup.consumer_cores)
+        process = self.start("drain", command, self.setup.consumer_cores)
         self.until(lambda: process.poll() is not None, f"{name} is drained")
-
-    def _start(
-        self, name: str, command: tuple[str, ...], cores: frozenset[int]
-    ) -> "subprocess.Popen[bytes]":
-        path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))
-        with (self.directory / f"{name}.log").open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=self.directory,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
-            )
-        self.processes.append(process)
-        return process
-
-    def until(self, there: Callable[[], bool], what: str) -> None:
-        """Raises SystemExit when it takes too long or a process fails."""
-        deadline = time.monotonic() + END_SECONDS
-        while not there():
-            failed = [p for p in self.processes if p.poll() not in (None, 0, 3)]
-            if failed or time.monotonic() > deadline:
-                logs = "\n".join(p.read_text()[-1500:] for p in self.directory.glob("*.log"))
-                raise SystemExit(f"waited in vain until {what}; the logs end with\n{logs}")
-            time.sleep(POLL_SECONDS)
 
     def lines(self, name: str) -> int:
         path = self.directory / name
@@ -197,12 +163,6 @@ class Line:
         text = path.read_text() if path.exists() else ""
         notes = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return next((note["time_seconds"] for note in notes if note["event"] == event), None)
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
 
 
 def play(directory: Path, setup: Setup, idle_seconds: float | None) -> Round:
