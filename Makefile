@@ -15,6 +15,8 @@ SGLANG_CPU := $(wildcard tests/sglang_cpu/* tests/sglang_cpu/sgl_kernel/*.py)
 # SGLang 0.5.23, for the second. Constraints hold one version of a package, and libraries change
 # what they do where they find Triton: each goes to a folder of its own, for the tests of the kernel.
 TRITONS := 3.7.1 3.8.0
+# What `make bench` compares with; where one cannot be installed, the table says that it is missing.
+PEERS := grpcio mooncake-transfer-engine-non-cuda
 CODECS := proto/draftfeed_proto/codecs
 # A copied or moved checkout: its environments still point at the old place.
 MOVED := $(foreach V,.venv .venv-sglang,$(shell \
@@ -26,6 +28,7 @@ help:
 	@echo "make demo    generate with SmolLM2, stream its hidden states, train a drafter; writes runs/demo/"
 	@echo "make test    the whole test suite; what needs SGLang only where .venv-sglang is"
 	@echo "make test-sglang  the tests of the SGLang engine; builds .venv-sglang, 2.4 GB, with 'make sglang'"
+	@echo "make bench   draftfeed beside raw TCP, pyzmq, Mooncake, files and gRPC; a quarter of an hour"
 	@echo "make model   the delivery model, searched deeper than in the suite; hours"
 	@echo "make fuzz    hostile input for the codec's C, and hostile peers; make fuzz SECONDS=3600"
 	@echo "make check   ruff, format, mypy, pyright, import-linter"
@@ -86,6 +89,15 @@ test-sglang: venv sglang
 .PHONY: chaos
 chaos: venv
 	@PYTHONPATH=tests:tests/system $(PY) -m chaos --dir runs/chaos --faults $(or $(N),1000) $(if $(SEED),--seed $(SEED)) $(if $(SOURCE),--source $(SOURCE))
+
+# ARGS=--quick moves next to nothing, ARGS=--matrix everything.
+.PHONY: bench
+bench: venv .venv/.bench
+	@$(PY) benchmarks/transport.py $(ARGS)
+
+.venv/.bench: Makefile constraints.txt | $(PY)
+	-$(PIP) install -q -c constraints.txt $(PEERS)
+	@touch $@
 
 # Hours: the exhaustive search with more faults at once, and 20,000 random runs.
 model: venv

@@ -77,9 +77,9 @@ def fp16_of_bf16(bits: np.ndarray) -> np.ndarray:
     return np.clip(values, -65504, 65504).astype(np.float16)
 
 
-def wide_states(rows: int) -> np.ndarray:
-    """bf16 bit patterns [rows, WIDE_LAYERS, WIDE_HIDDEN], always the same."""
-    random = np.random.default_rng(0)
+def wide_states(rows: int, seed: int = 0) -> np.ndarray:
+    """bf16 bit patterns [rows, WIDE_LAYERS, WIDE_HIDDEN], always the same of a seed."""
+    random = np.random.default_rng(seed)
     scales = np.exp(random.standard_normal((WIDE_LAYERS, WIDE_HIDDEN)))
     scales *= 1.6 ** np.arange(WIDE_LAYERS)[:, None]
     means = np.zeros_like(scales)
