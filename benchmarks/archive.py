@@ -11,8 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,6 +30,7 @@ from archive_producers import Generated, Replayed, Size, generate, replay
 from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_producer.archive.roots import read_contents
 from report import leave, say
+from rounds import Spread, in_turn
 from this_machine import this_machine
 
 REPLAY_BAR, GENERATION_BAR = 0.8, 0.99
@@ -41,20 +41,6 @@ REPLAYS = ("received", "received, as stored", "received, warm", "decoded")
 QUICK = Size(samples=8, tokens=24, hidden=256, segment_bytes=65_536)
 
 Round = dict[str, float]
-
-
-class Spread(NamedTuple):
-    median: float
-    least: float
-    most: float
-
-    def times(self, factor: float, digits: int) -> str:
-        middle, least, most = (f"{factor * value:.{digits}f}" for value in self)
-        return f"{middle} ({least} to {most})"
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        return cls(median(values), min(values), max(values))
 
 
 def main() -> int:
@@ -122,9 +108,7 @@ class Bench:
 
     def round(self, number: int) -> Round:
         """Bytes/s of each arm; who is first goes round."""
-        arms = [*self._arms, *self._replays]
-        first = number % len(arms)
-        return {arm: self._rate(arm) for arm in arms[first:] + arms[:first]}
+        return {arm: self._rate(arm) for arm in in_turn([*self._arms, *self._replays], number)}
 
     def _rate(self, arm: str) -> float:
         if arm in self._arms:

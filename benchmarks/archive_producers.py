@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from archive_files import forget
 from archive_peer import Taken, receive
+from rounds import cpu_seconds
 
 COMMAND = Path(sys.executable).with_name("draftfeed")
 START_SECONDS = 120.0
@@ -130,9 +131,9 @@ def replay(
         _wait_for(process, directory, "serving")
         if cold:
             forget((directory / "archive").glob("*.seg"))
-        before = _cpu_seconds(process.pid), _drive_bytes(process.pid)
+        before = cpu_seconds(process.pid), _drive_bytes(process.pid)
         taken = take(address)
-        after = _cpu_seconds(process.pid), _drive_bytes(process.pid)
+        after = cpu_seconds(process.pid), _drive_bytes(process.pid)
     return Replayed(taken, after[0] - before[0], after[1] - before[1])
 
 
@@ -181,12 +182,6 @@ def _cpu_at_its_end(process: "subprocess.Popen[bytes]", directory: Path) -> floa
             return used.ru_utime + used.ru_stime
         time.sleep(POLL_SECONDS)
     raise SystemExit(f"the producer does not end:\n{(directory / 'log').read_text()}")
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Of all its threads, in user mode and in the kernel (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _drive_bytes(pid: int) -> int:

@@ -27,6 +27,7 @@ from draftfeed_producer.engines.sglang.process import Died, HostProcess
 from draftfeed_producer.engines.sglang.rows import PositionRows
 from draftfeed_producer.engines.sglang.slabs import SlabShape
 from draftfeed_producer.errors import EngineError
+from rounds import cpu_seconds
 
 _WAIT_SECONDS = 600.0
 """For an engine to start, and for the next of a round's responses."""
@@ -113,14 +114,14 @@ class Arm:
     def turn(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Turn:
         os.killpg(self._host.pid, signal.SIGCONT)
         rows, received = self._row_count, self._host.receiver_cpu_seconds
-        cpu, start = _cpu_seconds(self._scheduler), time.perf_counter()
+        cpu, start = cpu_seconds(self._scheduler), time.perf_counter()
         sampling = {"max_new_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
         for handle, ids in enumerate(prompts):
             self._rows.open(handle, len(ids) + new_tokens)
             self._host.send(Submit(handle=handle, input_ids=list(ids), sampling=sampling))
         responses = self._responses(len(prompts))
         seconds = time.perf_counter() - start
-        cpu = _cpu_seconds(self._scheduler) - cpu
+        cpu = cpu_seconds(self._scheduler) - cpu
         self.pause()
         self._check(prompts, responses)
         return Turn(
@@ -190,8 +191,3 @@ def _scheduler_of(host: int) -> int:
         except OSError:
             continue
     raise SystemExit("SGLang runs, but none of its processes is named sglang::scheduler")
-
-
-def _cpu_seconds(pid: int) -> float:
-    """User and system time of all its threads: /proc/PID/stat, in nanoseconds instead of ticks."""
-    return time.clock_gettime(~pid << 3 | 2)  # the clock that clock_getcpuclockid(3) names

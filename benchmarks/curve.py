@@ -13,11 +13,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 from draftfeed_deploy.keygen import write_pair
 from report import leave, say
+from rounds import Spread, in_turn
 from this_machine import this_machine
 
 HERE = Path(__file__).parent
@@ -66,19 +66,6 @@ class Cost(NamedTuple):
     seconds: float
 
 
-class Spread(NamedTuple):
-    median: float
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        return cls(median(values), min(values), max(values))
-
-
 def main() -> int:
     options = _options()
     say(options, f"load before: {os.getloadavg()[0]:.2f}")
@@ -89,7 +76,7 @@ def main() -> int:
         _fill(directory, options.samples)
         rounds: list[tuple[Cost, Cost]] = []
         for number in range(options.rounds):
-            order = (False, True) if number % 2 == 0 else (True, False)
+            order = in_turn((False, True), number)
             costs = {keys: _transfer(directory, options.samples, keys) for keys in order}
             rounds.append((costs[False], costs[True]))
             say(

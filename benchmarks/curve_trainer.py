@@ -1,12 +1,11 @@
 """A trainer that does nothing but take samples, and writes down what the stream cost both ends."""
 
 import json
-import os
 import time
-from pathlib import Path
 
 from draftfeed_consumer.stream import HiddenStateStream
 from draftfeed_consumer.trainers import TrainerRun
+from rounds import cpu_seconds
 
 
 def train(stream: HiddenStateStream, run: TrainerRun) -> None:
@@ -25,9 +24,3 @@ def train(stream: HiddenStateStream, run: TrainerRun) -> None:
         "wire_bytes": stream.statistics().client.wire_bytes,
     }
     (run.output_dir / "cost.json").write_text(json.dumps(result))
-
-
-def cpu_seconds(pid: int) -> float:
-    """Of all its threads, in user mode and in the kernel (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

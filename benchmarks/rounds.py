@@ -1,6 +1,5 @@
 """What scripts that compare arms in turns share: whose turn it is, and medians of all rounds."""
 
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from statistics import median
@@ -17,7 +16,7 @@ class Spread(NamedTuple):
     most: float
 
     def __str__(self) -> str:
-        return self.times(1, 2)
+        return self.times(1, 3)
 
     def times(self, factor: float, digits: int) -> str:
         middle, least, most = (f"{factor * value:.{digits}f}" for value in self)
@@ -38,10 +37,3 @@ def in_turn(arms: Sequence[T], number: int) -> list[T]:
 def cpu_seconds(pid: int) -> float:
     """Of all its threads, in user mode and in the kernel. Raises OSError when it has ended."""
     return time.clock_gettime(~pid << 3 | 2)  # the clock that clock_getcpuclockid(3) names
-
-
-def free_address() -> str:
-    """On loopback, where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

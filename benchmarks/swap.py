@@ -13,24 +13,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
+from rounds import Spread
 from swap_round import Round, Setup, play
 from this_machine import this_machine
 
 RATE_BAR = 0.97
 GAP_BAR = 1.5
 FIRST_SAMPLE_BAR_SECONDS = 1.0
-
-
-class Spread(NamedTuple):
-    median: float
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.3f} ({self.least:.3f} to {self.most:.3f})"
 
 
 def main() -> int:
@@ -135,7 +126,7 @@ def _line(number: int, swap: Round, control: Round) -> str:
 
 
 def _spread(values: list[float]) -> Spread | None:
-    return Spread(median(values), min(values), max(values)) if values else None
+    return Spread.of(values) if values else None
 
 
 def _round(setup: Setup, idle_seconds: float | None) -> Round:

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice, repeat
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.collate import Batch, Collator, prefetch
 from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
+from rounds import Spread, in_turn
 from this_machine import this_machine
 
 BAR = 0.02
@@ -76,16 +76,6 @@ class Turn(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.waited_seconds + self.step_seconds
-
-
-class Spread(NamedTuple):
-    median: float
-    least: float
-    most: float
-
-    def times(self, factor: float, digits: int) -> str:
-        middle, least, most = (f"{factor * value:.{digits}f}" for value in self)
-        return f"{middle} ({least} to {most})"
 
 
 def main() -> int:
@@ -173,9 +163,7 @@ def play(address: str, options: argparse.Namespace, say: Callable[[str], object]
     try:
         feed = Feed(stream, options)
         for number in range(options.rounds):
-            first = number % len(ARMS)
-            arms = ARMS[first:] + ARMS[:first]
-            rounds.append({arm: feed.turn(arm) for arm in arms})
+            rounds.append({arm: feed.turn(arm) for arm in in_turn(ARMS, number)})
             say(_line(number + 1, rounds[-1]))
         return rounds
     finally:
@@ -234,8 +222,7 @@ def summarise(rounds: list[Round]) -> dict[str, Spread]:
     """Shares of time, seconds, bytes/s."""
 
     def spread(figure: Callable[[Round], float]) -> Spread:
-        values = [figure(one) for one in rounds]
-        return Spread(median(values), min(values), max(values))
+        return Spread.of(map(figure, rounds))
 
     return {
         "waiting_prefetch": spread(lambda one: one["prefetch"].waiting),

@@ -22,13 +22,14 @@ def receive(order: Order, states: StateSet, check: Check, talk: Talk) -> None:
     torch.set_num_threads(1)
     stream = _stream(order, states)
     assert stream.descriptor
+    talk.tell("attached")
     _take_all(order, stream, check)
     check.done()
     stream.close()
     stream = _stream(order, states)
     assert stream.descriptor
     check.begin(warm=0)
-    talk.tell("again")
+    talk.tell("attached")
     talk.wait("stored")
     _take_all(order, stream, check)
     check.done()
@@ -60,8 +61,7 @@ def _ranks(order: Order) -> Ranks | None:
     if order.consumers == 1:
         return None
     if not dist.is_initialized():
-        where = f"tcp://{order.rendezvous.removeprefix('tcp://')}"
         dist.init_process_group(
-            "gloo", init_method=where, rank=order.number, world_size=order.consumers
+            "gloo", init_method=order.rendezvous, rank=order.number, world_size=order.consumers
         )
     return Ranks()

@@ -81,8 +81,8 @@ class _Engine:
         first = self._order.number * self._order.samples
         for prompt in prompts:
             n = prompt.id.ordinal - first
-            if n == self._order.warm:
-                self._talk.wait("live")
+            if word := {0: "warm", self._order.warm: "live"}.get(n):
+                self._talk.wait(word)
             yield self._sample(prompt, n)
 
     def _sample(self, prompt: Prompt, n: int) -> Sample:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from children import free_port
 from draftfeed_deploy.keygen import write_pair
-from rounds import cpu_seconds, free_address
+from rounds import cpu_seconds
 from transport_orders import Order
 
 END = Path(__file__).with_name("transport_end.py")
@@ -103,7 +104,7 @@ def run(
             shared=shared,
             keys=keys,
             same_host=cell.same_host,
-            rendezvous=free_address(),
+            rendezvous=f"tcp://127.0.0.1:{free_port()}",
             corrupt=corrupt,
             stages=stages,
         )
@@ -130,11 +131,15 @@ class Session:
         by_number = sorted((end.order.number, facts["address"]) for end, facts in addresses)
         for number in range(cell.consumers):
             self._start("consumer", number, [address for _, address in by_number])
+        ours = cell.transport == "draftfeed"
+        if ours:
+            self._until("attached", cell.consumers)  # a producer looks at who is there
+            self._say("warm")
         self._until("warm", cell.producers * order.warm)
         measured = order.samples - order.warm
         passages = {"live": self._measure("live", cell.producers * measured)}
-        if cell.transport == "draftfeed":
-            self._until("again", cell.consumers)
+        if ours:
+            self._until("attached", 2 * cell.consumers)
             passages["stored"] = self._measure("stored", cell.producers * order.samples)
         return passages
 
