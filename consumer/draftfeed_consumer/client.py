@@ -34,6 +34,7 @@ from draftfeed_consumer.ledger import Ledger, LedgerState
 from draftfeed_consumer.line import Line
 from draftfeed_consumer.link import LinkDown
 from draftfeed_consumer.membership import Membership
+from draftfeed_consumer.reception import Payload
 from draftfeed_consumer.statistics import ClientStatistics, ProducerStatistics
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Descriptor
@@ -61,6 +62,8 @@ class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lost_after_seconds: float = 600.0
     """A link that was up and stays down for longer ends the stream with StreamLost. Before the
     first attachment the consumer waits for as long as it takes."""
+    same_host: bool = True
+    """Read the samples of a producer on this host out of its files, and not from a connection."""
     key: Path | None = None
     """Secret key file of this consumer; its public one is among the producers' `clients`."""
     server_key: Path | None = None
@@ -223,6 +226,7 @@ class Client:
                 due_bytes=session.due_bytes if session else 0,
                 logical_bytes=peer.logical_bytes,
                 wire_bytes=self._lines[peer.address].wire_bytes,
+                same_host=self._lines[peer.address].same_host,
             )
             for peer in self._member.peers
         )
@@ -321,20 +325,35 @@ class Client:
             for _ in range(MESSAGES_AT_ONCE):
                 if line.link is None or (got := line.link.receive()) is None:
                     break
-                self._count(line, *got)
-                self._perform(member.received(line.address, got[0], got[1]))
+                message, payload = got[0], self._beside(line, *got[:2])
+                self._count(line, message, payload, got[2])
+                self._perform(member.received(line.address, message, payload))
             if line.link is not None and line.link.check() and not line.linked:
                 line.up(time.monotonic())
                 self._perform(member.linked(line.address))
         except (LinkDown, ProtoError) as error:
             self._lose(member, line, str(error))
         if member.peer(line.address).attached and not line.attached:
-            logger.info("attached to %s, term %d", line.address, member.peer(line.address).term)
+            term = member.peer(line.address).term
+            where = ", on this host" if line.same_host else ""
+            logger.info("attached to %s, term %d%s", line.address, term, where)
             line.attach()
 
+    def _beside(
+        self, line: Line, message: m.FromProducer, frame: memoryview | None
+    ) -> Payload | None:
+        """The frame that a message came with, or where it is to be read."""
+        if isinstance(message, m.ChunkAt):
+            return line.frame_at(message)
+        if isinstance(message, m.Granted) and self._config.same_host:
+            line.look_for_files(message)
+        return frame
+
     def _count(
-        self, line: Line, _: m.FromProducer, frame: memoryview | None, wire_bytes: int
+        self, line: Line, message: m.FromProducer, frame: Payload | None, wire_bytes: int
     ) -> None:
+        """What is read from a file counts as if it had been sent."""
+        wire_bytes += message.bytes if isinstance(message, m.ChunkAt) else 0
         line.wire_bytes += wire_bytes
         counts = self._counts
         self._counts = counts._replace(

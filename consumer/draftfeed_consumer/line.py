@@ -1,5 +1,6 @@
 """The line to one producer: the link, when there is one, and the patience with it."""
 
+import logging
 from typing import Literal
 
 import zmq
@@ -7,6 +8,11 @@ import zmq
 from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import ProducerClosing, StreamError, StreamLost
 from draftfeed_consumer.link import Link
+from draftfeed_consumer.local import HandoverLost, LocalFiles, Unreachable
+from draftfeed_proto import messages as m
+from draftfeed_proto.chunk import Placed
+
+logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0)
 """Pauses between attempts to connect; the last one repeats."""
@@ -32,12 +38,13 @@ class Line:
         self.address = address
         self._credentials, self._unread_messages = credentials, unread_messages
         self.link: Link | None = None
+        self._files: LocalFiles | None = None
         self.linked = False
         """The handshake was seen."""
         self.was_attached = False
         self.attached = False
         self.wire_bytes = 0
-        """Read from its links."""
+        """Read from its links, and from its files."""
         self.reason = "not tried yet"
         """Why there is no link."""
         self._closing_reason: str | None = None
@@ -47,6 +54,33 @@ class Line:
         """When the link was begun, or asked for the stream."""
         self._down_since = now
         self._reported_at = now - REPORT_SECONDS
+
+    @property
+    def same_host(self) -> bool:
+        """Chunks are read from files of the producer's."""
+        return self._files is not None
+
+    def look_for_files(self, granted: m.Granted) -> None:
+        """The session has begun: is the producer on this host?"""
+        self._forget_files()
+        self._files = LocalFiles.of(granted)
+
+    def frame_at(self, message: m.ChunkAt) -> Placed:
+        """What it speaks of. Where that is out of reach the sample is refused, and the rest of the
+        session comes over the connection."""
+        if self._files is None:
+            return Unreachable(message.bytes)
+        try:
+            return self._files.at(message)
+        except HandoverLost as error:
+            logger.warning("%s: %s; its samples come over the network now", self.address, error)
+            self._forget_files()
+            return Unreachable(message.bytes)
+
+    def _forget_files(self) -> None:
+        if self._files is not None:
+            self._files.close()
+            self._files = None
 
     @property
     def cut(self) -> bool:
@@ -89,6 +123,7 @@ class Line:
 
     def drop(self, reason: str, now: float, *, closing: bool = False) -> None:
         """Close the link, and pause before the next one."""
+        self._forget_files()
         if self.link is not None:
             self.link.close()
         if self.attached:

@@ -23,7 +23,7 @@ from draftfeed_consumer.attachment import Attachment, Options
 from draftfeed_consumer.errors import BufferTooSmall, StreamRefused
 from draftfeed_consumer.ledger import Ledger, LedgerState
 from draftfeed_consumer.peer import Peer
-from draftfeed_consumer.reception import REASON_CHARS, Received, Reply, Room
+from draftfeed_consumer.reception import REASON_CHARS, Payload, Received, Reply, Room
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import ProtoError, UnknownCodec
 from draftfeed_proto.ids import IdSet, SampleId
@@ -62,7 +62,7 @@ class Membership(Attachment):
         """(state, reason). Said again in every session: there is no answer to them."""
 
     def received(
-        self, address: str, message: m.FromProducer, frame: memoryview | None = None
+        self, address: str, message: m.FromProducer, frame: Payload | None = None
     ) -> list[Action]:
         peer = self._peers[address]
         match message:
@@ -128,9 +128,7 @@ class Membership(Attachment):
 
     # open
 
-    def _in_session(
-        self, peer: Peer, message: m.InSession, frame: memoryview | None
-    ) -> list[Action]:
+    def _in_session(self, peer: Peer, message: m.InSession, frame: Payload | None) -> list[Action]:
         match message:
             case m.Opened():
                 peer.opened = True
@@ -144,15 +142,15 @@ class Membership(Attachment):
             case m.Closing():
                 peer.lose()
                 return [Closing(peer.address, message.reason)]
-            case m.Offer() | m.Begin() | m.Chunk() | m.EndOfSamples():
+            case m.Offer() | m.Begin() | m.Chunk() | m.ChunkAt() | m.EndOfSamples():
                 return self._delivered(peer, message, frame)
         return []
 
     def _delivered(
         self,
         peer: Peer,
-        message: m.Offer | m.Begin | m.Chunk | m.EndOfSamples,
-        frame: memoryview | None,
+        message: m.Offer | m.Begin | m.Chunk | m.ChunkAt | m.EndOfSamples,
+        frame: Payload | None,
     ) -> list[Action]:
         if isinstance(message, m.Offer):
             self._ended = False

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from draftfeed_consumer.ledger import Ledger
 from draftfeed_proto import messages as m
+from draftfeed_proto.chunk import Placed
 from draftfeed_proto.errors import ChunkError, LimitExceeded, MalformedChunk, MalformedMessage
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import MAX_ARRAY_ITEMS
@@ -21,6 +22,10 @@ CREDIT_STEP_BYTES = CREDIT_WINDOW_BYTES // 4
 REASON_CHARS = 500
 MAX_OFFERS = MAX_ARRAY_ITEMS
 """Not granted; our producers make 64 at a time."""
+
+
+Payload = memoryview | Placed
+"""What a chunk comes with: its frame, or where to read it."""
 
 
 class Room(Protocol):
@@ -75,14 +80,14 @@ class Reception:
         """Decoded. Other threads may ask."""
         return sum(list(self._due.values()))
 
-    def received(self, message: m.FromProducer, frame: memoryview | None) -> list[Reply | Received]:
+    def received(self, message: m.FromProducer, frame: Payload | None) -> list[Reply | Received]:
         """Of this session. Raises ProtoError when the producer breaks the protocol."""
         match message:
             case m.Offer():
                 self._offered(message.samples)
             case m.Begin():
                 self._begin(message)
-            case m.Chunk():
+            case m.Chunk() | m.ChunkAt():
                 return self._chunk(message, frame)
             case m.EndOfSamples():
                 self._end_seen = True
@@ -148,7 +153,7 @@ class Reception:
             raise MalformedMessage(f"sample {header.id} was not granted with this size")
         self._assembler = Assembler(header, self.granted.descriptor.dtype, self._workers)
 
-    def _chunk(self, message: m.Chunk, frame: memoryview | None) -> list[Reply | Received]:
+    def _chunk(self, message: m.Chunk | m.ChunkAt, frame: Payload | None) -> list[Reply | Received]:
         if frame is None:
             raise MalformedMessage("a chunk without its frame")
         self._received_bytes += len(frame)

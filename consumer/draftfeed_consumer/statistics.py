@@ -17,7 +17,9 @@ class ProducerStatistics(NamedTuple):
     logical_bytes: int
     """Decoded, of samples received since the process began."""
     wire_bytes: int
-    """Read from its sockets."""
+    """Read from its sockets, and from its files where it is on this host."""
+    same_host: bool = False
+    """Samples are read out of its files."""
 
 
 class ClientStatistics(NamedTuple):

@@ -17,7 +17,6 @@ from draftfeed_producer.delivery import Delivery
 from draftfeed_producer.listener import Listener, ServerConfig
 from draftfeed_producer.server import Server
 from draftfeed_producer.spool import Spool, SpoolConfig
-from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.encoder import Encoder
 from draftfeed_proto.ids import IdSet, SampleId, Shards
@@ -78,8 +77,7 @@ def pass_through(
 
 def _time_encoding(config: SpoolConfig, samples: Sequence[Sample]) -> float:
     """As the producer does it."""
-    codec = codecs.by_name(config.codec)
-    with closing(Encoder(codec, config.chunk_bytes, config.encode_threads)) as encoder:
+    with closing(Encoder(config.chooser, config.chunk_bytes, config.encode_threads)) as encoder:
         began = time.monotonic()
         for sample in samples:
             for _ in encoder.frames(sample):

@@ -55,10 +55,12 @@ class Delivery:
         max_sample_bytes: int = 0,
         session_timeout_seconds: float = 10.0,
         quarantine_after_terms: int = 3,
+        local: str = "",
         now: float = 0.0,
         make_name: Callable[[], str] = random_name,
     ) -> None:
-        """prompts: those of the shards; max_sample_bytes: decoded, 0 = not known."""
+        """prompts: those of the shards; max_sample_bytes: decoded, 0 = not known; local: name of
+        the socket for members of this host."""
         self.descriptor, self.shards, self.prompts = descriptor, shards, prompts
         self.tombstones = dict(stored.tombstones)
         key = (stored.commit_term, stored.commit_number)
@@ -72,6 +74,7 @@ class Delivery:
         """A leader has said what is trained."""
         self.checkpoint_samples = 0
         """Between two checkpoints, as the leader says; 0 = not known."""
+        self._local = local
         self._max_sample_bytes = max_sample_bytes
         self._suspects = dict(stored.suspects)
         self._quarantine_after_terms = quarantine_after_terms
@@ -261,6 +264,7 @@ class Delivery:
             stream_id=self.descriptor.stream_id(),
             shards=self.shards,
             max_sample_bytes=self._max_sample_bytes,
+            local=self._local,
             committed=self.committed.to_wire(),
             commit_term=self.authority.key[0],
             commit_number=self.authority.key[1],

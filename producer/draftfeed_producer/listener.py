@@ -8,6 +8,7 @@ import zmq
 
 from draftfeed_producer.access import Access
 from draftfeed_producer.errors import BindError
+from draftfeed_producer.handover import Handover
 from draftfeed_proto.errors import KeyFileError
 from draftfeed_proto.keys import check_port, is_ipv6, local
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
@@ -31,6 +32,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     quarantine_after_terms: int = 3
     """A sample that the trainer was at work on when it died, this many times in a row, is given
     to nobody any more."""
+    same_host: bool = True
+    """Consumers on this host read samples out of the spool's files, and not from a connection."""
     key: Path | None = None
     """Secret key file of this producer: the stream is encrypted, and only `clients` get it."""
     clients: tuple[Path, ...] = ()
@@ -91,12 +94,17 @@ class Listener:
         try:
             self.socket.bind(config.bind)
         except zmq.ZMQError as error:
-            self.close()
+            self._close_sockets()
             absent = error.errno == errno.EADDRNOTAVAIL
             raise BindError(config.bind, str(error).lower(), absent=absent) from error
         self.address = self.socket.get_string(zmq.LAST_ENDPOINT)
+        self.handover = Handover(on=config.same_host)
 
     def close(self) -> None:
+        self.handover.close()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self.socket.close()
         if self.access is not None:
             self.access.close()

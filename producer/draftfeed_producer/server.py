@@ -111,6 +111,7 @@ class Server:
         self._nonsense = Sparing(logger)
         self._assets = AssetDesk(delivery.descriptor.stream_id(), target, no_target)
         self._socket, self._access = listener.socket, listener.access
+        self._handover = listener.handover
         self._inbox: queue.SimpleQueue[Callable[[], list[Action]]] = queue.SimpleQueue()
         """Events of the producer, to be given to the delivery state by our thread."""
         self._waker, self._wake_end = socket.socketpair()
@@ -247,6 +248,7 @@ class Server:
                 self._wake_end.recv(4096)
             self._drain_inbox()
             self._restock()
+            self._look_for_local()
             self._receive()
             self._pump()
             self._send_piece()
@@ -262,6 +264,14 @@ class Server:
         while self._waiting and time.monotonic() < deadline:
             self._flush_all()
             poller.poll(RETRY_MS)
+
+    def _look_for_local(self) -> None:
+        """Members of this host. What is generated for them alone need not be small."""
+        members = self._delivery.fencing.attached.values()
+        sessions = [member.session.name for member in members if member.session is not None]
+        self._handover.look(sessions)
+        local = [session in self._handover for session in sessions]
+        self._spool.prefer_rows(bool(local) and all(local))
 
     def _publish_figures(self) -> None:
         """Others may not look at what this thread changes meanwhile."""
@@ -508,6 +518,8 @@ class Server:
 
     def _send_chunk(self, action: SendChunk) -> None:
         try:
+            if action.message.session in self._handover and self._send_place(action):
+                return
             frame = self._unsent.pop(action, None) or self._read_chunk(action)
         except KeyError:  # it became terminal while it waited here
             return
@@ -519,6 +531,30 @@ class Server:
         if sent:
             self._delivery.sent(action.sender, len(frame))
             self._count_chunk(action)
+
+    def _send_place(self, action: SendChunk) -> bool:
+        """Tell a member of this host where the chunk lies; False when it must be sent. Raises
+        KeyError and zmq.Again."""
+        chunk = action.message
+        place = self._spool.frame_place(chunk.id, chunk.index)
+        number = place and self._handover.number(chunk.session, place.path)
+        if place is None or number is None:
+            return False
+        if chunk.index == 0:
+            self._read_ahead(action.sender)
+        message = m.ChunkAt(
+            term=chunk.term,
+            session=chunk.session,
+            id=chunk.id,
+            index=chunk.index,
+            file=number,
+            offset=place.offset,
+            bytes=place.bytes,
+        )
+        if self._send(action.sender, [m.encode(message)], read_bytes=place.bytes):
+            self._delivery.sent(action.sender, place.bytes)
+            self._count_chunk(action)
+        return True
 
     def _read_chunk(self, action: SendChunk) -> bytes:
         if action.message.index == 0:
@@ -544,8 +580,10 @@ class Server:
             header, index = stock[action.message.id], action.message.index
             self._figures.sent_chunk(member.name, header, index)
 
-    def _send(self, sender: bytes, frames: list[bytes]) -> bool:
-        """False when the peer is gone. Raises zmq.Again when its pipe is full."""
+    def _send(self, sender: bytes, frames: list[bytes], read_bytes: int = 0) -> bool:
+        """False when the peer is gone. Raises zmq.Again when its pipe is full.
+
+        read_bytes: what the member reads itself; it counts as if it were sent."""
         try:
             self._socket.send_multipart([sender, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
@@ -553,7 +591,7 @@ class Server:
                 raise
             self._drop(sender)
             return False
-        size = sum(map(len, frames))
+        size = sum(map(len, frames)) + read_bytes
         self._wire_bytes += size
         if (member := self._delivery.fencing.attached.get(sender)) is not None:
             self._figures.sent(member.name, size)

@@ -108,7 +108,7 @@ class ProducerService:
             spool, shelf = self._open_spool(engine, source, stack)
             if self._conversations is not None:
                 self._conversations.reconcile(spool, source.ids.within(spool.shards))
-            delivery = self._delivery(engine, source, spool)
+            delivery = self._delivery(engine, source, spool, listener.handover.name)
             target, no_target = self._target_directory()
             server = Server(listener, spool, delivery, target, shelf, no_target=no_target)
             stack.callback(lambda: server.close(self._goodbye()))
@@ -238,7 +238,7 @@ class ProducerService:
             return None, "the synthetic engine has no target"
         return Path(self._config.target.path).expanduser(), ""
 
-    def _delivery(self, engine: Engine, source: PromptSource, spool: Spool) -> Delivery:
+    def _delivery(self, engine: Engine, source: PromptSource, spool: Spool, local: str) -> Delivery:
         config, descriptor = self._config.server, engine.descriptor
         rows = engine.max_rows(source.longest_prompt)
         if isinstance(spool, ArchivedSpool):
@@ -251,6 +251,7 @@ class ProducerService:
             max_sample_bytes=min(largest, MAX_SAMPLE_BYTES),
             session_timeout_seconds=config.session_timeout_seconds,
             quarantine_after_terms=config.quarantine_after_terms,
+            local=local,
             now=time.monotonic(),
         )
 

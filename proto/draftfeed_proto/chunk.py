@@ -4,7 +4,9 @@ A frame is a 40-byte header and the codec's payload; PROTOCOL.md ("Chunks") give
 """
 
 import struct
+import threading
 from enum import IntEnum
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -12,7 +14,13 @@ import xxhash
 
 from draftfeed_proto import codecs
 from draftfeed_proto.errors import ChecksumMismatch, LimitExceeded, MalformedChunk
-from draftfeed_proto.limits import MAX_CHUNK_BYTES, MAX_HIDDEN, MAX_LAYERS, MAX_SAMPLE_TOKENS
+from draftfeed_proto.limits import (
+    MAX_CHUNK_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_HIDDEN,
+    MAX_LAYERS,
+    MAX_SAMPLE_TOKENS,
+)
 
 MAGIC = b"DFC1"
 _FIELDS = struct.Struct("<4sBBHIIHHIII")  # up to the checksum
@@ -20,6 +28,29 @@ _CHECKSUM = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 
 Frame = bytes | bytearray | memoryview
+PIECE_BYTES = 256 << 10
+"""Read at a time from a file: its checksum is taken while it is in the processor's cache."""
+
+
+class Apart:
+    """A frame whose payload lies where the sample has it, and its header elsewhere."""
+
+    def __init__(self, header: Frame, payload: memoryview) -> None:
+        self.parts = (header, payload)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
+class Placed(Protocol):
+    """A frame in a file that may be read."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the frame's bytes from offset on. Raises MalformedChunk when they
+        are not there."""
+        ...
 
 
 class ChunkKind(IntEnum):
@@ -107,6 +138,22 @@ def encode_states(
     return _sealed(buffer, *fields, states.nbytes, payload_bytes)
 
 
+def lay_rows(states: np.ndarray, first_row: int) -> Apart:
+    """states float16 or uint16 [rows, layers, hidden] -> one STATES frame of codec `rows`.
+
+    Where they are contiguous they are not copied: they must not change while the frame is used.
+    """
+    states = np.ascontiguousarray(states)
+    payload = states.reshape(-1).view(np.uint8).data
+    size = states.nbytes
+    header = bytearray(HEADER_BYTES)
+    shape = (first_row, *states.shape[:2], 0, states.shape[2])
+    fields = (ChunkKind.STATES, codecs.ROWS.number, 0, *shape, size, size)
+    _FIELDS.pack_into(header, 0, MAGIC, *fields)
+    _CHECKSUM.pack_into(header, _FIELDS.size, _checksum(header[: _FIELDS.size], payload))
+    return Apart(header, payload)
+
+
 def frame_bytes(decoded_bytes: int) -> int:
     """Of the largest frame that decodes to so many bytes."""
     return HEADER_BYTES + decoded_bytes
@@ -119,6 +166,69 @@ def decode_states(frame: Frame, out: np.ndarray) -> ChunkHeader:
     they hold is good only when nothing is raised.
     """
     header = verify(frame)
+    rows = _rows_of(header, out)
+    codecs.by_number(header.codec).decode(memoryview(frame)[HEADER_BYTES:], rows)
+    return header
+
+
+def read_head(frame: Frame | Placed) -> bytes:
+    """Its first HEADER_BYTES. Raises MalformedChunk when there are fewer."""
+    if isinstance(frame, Frame):
+        return bytes(memoryview(frame)[:HEADER_BYTES])
+    head = bytearray(HEADER_BYTES)
+    frame.read(0, memoryview(head))
+    return bytes(head)
+
+
+def fetch(frame: Placed, buffer: bytearray | None = None) -> memoryview:
+    """All of it, at the beginning of the buffer, which grows when it is too small. Raises
+    LimitExceeded or MalformedChunk."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise LimitExceeded("bytes of a chunk", len(frame), MAX_FRAME_BYTES)
+    buffer = bytearray() if buffer is None else buffer
+    if len(buffer) < len(frame):
+        buffer.extend(bytes(len(frame) - len(buffer)))
+    whole = memoryview(buffer)[: len(frame)]
+    frame.read(0, whole)
+    return whole
+
+
+def decode_placed(head: bytes, frame: Placed, out: np.ndarray) -> ChunkHeader:
+    """`decode_states` of a frame in a file. head: what `read_head` gave, and was gone by."""
+    header = read_header(head)
+    if header.codec == codecs.ROWS.number:
+        _read_rows(head, header, frame, _rows_of(header, out))
+        return header
+    if not hasattr(_own, "buffer"):
+        _own.buffer = bytearray()
+    whole = fetch(frame, _own.buffer)
+    if whole[:HEADER_BYTES] != head:
+        raise MalformedChunk("its header has changed")
+    return decode_states(whole, out)
+
+
+_own = threading.local()
+"""Of each thread that decodes: memory that a frame is read into."""
+
+
+def _read_rows(head: bytes, header: ChunkHeader, frame: Placed, rows: np.ndarray) -> None:
+    """Straight to where they belong, and the checksum on the way."""
+    size = header.encoded_bytes
+    if size != rows.nbytes or len(frame) != HEADER_BYTES + size:
+        raise MalformedChunk(f"rows of {size} bytes for {rows.nbytes}, in {len(frame)}")
+    assert rows.flags.c_contiguous
+    values = rows.reshape(-1).view(np.uint8).data
+    digest = xxhash.xxh3_64(head[: _FIELDS.size])
+    for at in range(0, size, PIECE_BYTES):
+        piece = values[at : at + PIECE_BYTES]
+        frame.read(HEADER_BYTES + at, piece)
+        digest.update(piece)
+    if digest.intdigest() != header.checksum:
+        raise ChecksumMismatch(header.checksum, digest.intdigest())
+
+
+def _rows_of(header: ChunkHeader, out: np.ndarray) -> np.ndarray:
+    """Those of `out` that the chunk is for. Raises MalformedChunk."""
     n, layers, hidden = out.shape
     if (header.kind, header.layers, header.hidden) != (ChunkKind.STATES, layers, hidden):
         raise MalformedChunk(
@@ -126,9 +236,7 @@ def decode_states(frame: Frame, out: np.ndarray) -> ChunkHeader:
         )
     if header.first_row + header.rows > n:
         raise MalformedChunk(f"rows {header.first_row}+{header.rows} in a sample of {n}")
-    rows = out[header.first_row : header.first_row + header.rows]
-    codecs.by_number(header.codec).decode(memoryview(frame)[HEADER_BYTES:], rows)
-    return header
+    return out[header.first_row : header.first_row + header.rows]
 
 
 def decode_tokens(frame: Frame) -> tuple[np.ndarray, np.ndarray]:

@@ -27,9 +27,13 @@ class Encoder:
         self._buffers = [memoryview(b"")] * (1 + self._workers.ahead)
         self._busy = False
 
-    def frames(self, sample: Sample) -> Generator[memoryview, None, None]:
+    def frames(
+        self, sample: Sample, *, as_rows: bool = False
+    ) -> Generator[memoryview | chunk.Apart, None, None]:
         """The sample's frames in order: tokens first, then states by rows. Each is valid until the
         next is asked for.
+
+        as_rows: in the codec `rows`, and not in the one that was chosen.
 
         Read them all or close the iterator: only then may the states change, and another sample's
         frames be asked for.
@@ -39,7 +43,11 @@ class Encoder:
         pending: deque[Future[memoryview]] = deque()
         try:
             yield chunk.encode_tokens(sample.input_ids, sample.loss_mask)
-            yield from self._states(sample, pending)
+            if as_rows:
+                for first, rows in row_blocks(sample.hidden_states, self._chunk_bytes):
+                    yield chunk.lay_rows(rows, first)
+            else:
+                yield from self._states(sample, pending)
         finally:
             wait(pending)
             self._busy = False

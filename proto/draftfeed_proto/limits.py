@@ -4,6 +4,8 @@ MAX_MESSAGE_BYTES = 4 << 20
 """Of a message's MessagePack frame (the payload frame of a chunk is counted by MAX_CHUNK_BYTES)."""
 MAX_CHUNK_BYTES = 8 << 20
 """Decoded bytes of one chunk."""
+MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 40
+"""With its header."""
 MAX_SAMPLE_BYTES = 4 << 30
 """Decoded bytes of one sample: 32K tokens of a 27B target are 1.6 GB."""
 MAX_SAMPLE_TOKENS = 1 << 20
@@ -24,5 +26,7 @@ MAX_ASSET_FILES = 64
 MAX_TERM_STEP = 1 << 32
 """How far above a producer's term a new one may be. Without it one message could use up all terms,
 and nobody could have the stream any more."""
+MAX_LOCAL_FILES = 32
+"""That a member of the same host holds open in a session."""
 MAX_MEMBERS = 4096
 """Ranks of a group: the state of each is kept for as long as its term lasts."""

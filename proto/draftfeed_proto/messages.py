@@ -11,7 +11,12 @@ import msgspec
 from draftfeed_proto.descriptor import Descriptor, Expectation
 from draftfeed_proto.errors import IncompatibleVersion
 from draftfeed_proto.ids import SampleId, Shards, WireRanges
-from draftfeed_proto.limits import MAX_ASSET_PIECE_BYTES, MAX_MEMBERS, MAX_SAMPLE_BYTES
+from draftfeed_proto.limits import (
+    MAX_ASSET_PIECE_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_MEMBERS,
+    MAX_SAMPLE_BYTES,
+)
 from draftfeed_proto.sample import SampleHeader
 from draftfeed_proto.wire import Count, Name, pack, unpack
 
@@ -20,6 +25,7 @@ VERSION = (1, 0)
 SampleBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Members = Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]
+FrameBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_FRAME_BYTES)]
 PieceBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_ASSET_PIECE_BYTES)]
 
 
@@ -177,6 +183,8 @@ class Granted(InSession, frozen=True, kw_only=True, omit_defaults=False):
     max_sample_bytes: Count = 0
     """Decoded bytes of the largest sample that can come; 0 = not known."""
     committed: WireRanges
+    local: Name = ""
+    """Where a member of the same host finds the files that chunks lie in; empty: nowhere."""
     commit_term: Count = 0
     commit_number: Count
 
@@ -258,6 +266,17 @@ class Chunk(InSession, frozen=True, kw_only=True):
     index: Count
 
 
+class ChunkAt(InSession, frozen=True, kw_only=True):
+    """A chunk that the member is to read itself, from a file that it was handed."""
+
+    id: SampleId
+    index: Count
+    file: Count
+    """Which of the files of this session."""
+    offset: Count
+    bytes: FrameBytes
+
+
 class Committed(InSession, frozen=True, kw_only=True):
     """The commit is durable at the producer."""
 
@@ -308,6 +327,7 @@ FromProducer = (
     | Offer
     | Begin
     | Chunk
+    | ChunkAt
     | Committed
     | EndOfSamples
     | AllTerminal

@@ -204,8 +204,10 @@ class Assembler:
         self._encoded_bytes = 0
         self.chunks = 0
 
-    def add(self, frame: chunk.Frame) -> None:
-        """Raises ChunkError or LimitExceeded: the sample must be sent again; or UnknownCodec: that
+    def add(self, frame: chunk.Frame | chunk.Placed) -> None:
+        """A frame in a file is read by whoever decodes it.
+
+        Raises ChunkError or LimitExceeded: the sample must be sent again; or UnknownCodec: that
         would not help. In any case this must then be closed."""
         if self._tokens is None:
             self._tokens = self._checked_tokens(frame)
@@ -253,7 +255,8 @@ class Assembler:
         """It will not be completed. When this returns nothing is decoded any more."""
         wait(self._decoding)
 
-    def _checked_tokens(self, frame: chunk.Frame) -> tuple[np.ndarray, np.ndarray]:
+    def _checked_tokens(self, frame: chunk.Frame | chunk.Placed) -> tuple[np.ndarray, np.ndarray]:
+        frame = frame if isinstance(frame, chunk.Frame) else chunk.fetch(frame)
         input_ids, loss_mask = chunk.decode_tokens(frame)
         if len(input_ids) != self.header.rows + 1:
             raise MalformedChunk(f"{len(input_ids)} ids for {self.header.rows} rows")
@@ -261,11 +264,16 @@ class Assembler:
             raise MalformedChunk(f"{loss_mask.sum()} of {self.header.response_tokens} masked")
         return input_ids, loss_mask
 
-    def _add_states(self, frame: chunk.Frame) -> None:
-        header = chunk.read_header(frame)
+    def _add_states(self, frame: chunk.Frame | chunk.Placed) -> None:
+        head = chunk.read_head(frame)
+        header = chunk.read_header(head)
         if header.first_row != self._rows:
             raise MalformedChunk(f"rows from {header.first_row} where {self._rows} was due")
-        self._decoding.append(self._workers.submit(chunk.decode_states, frame, self._states))
+        if isinstance(frame, chunk.Frame):
+            decoding = self._workers.submit(chunk.decode_states, frame, self._states)
+        else:
+            decoding = self._workers.submit(chunk.decode_placed, head, frame, self._states)
+        self._decoding.append(decoding)
         self._await_decoding(self._workers.ahead)
         self._rows += header.rows
 

@@ -143,6 +143,7 @@ def messages() -> list[dict[str, Any]]:
                 stream_id=FULL.stream_id(),
                 shards=msgspec.structs.replace(shards, epochs=3),
                 max_sample_bytes=4096,
+                local="draftfeed-00ff",
                 committed=trained,
                 commit_term=6,
                 commit_number=12,
@@ -170,6 +171,7 @@ def messages() -> list[dict[str, Any]]:
         ("full", m.Offer(**here, samples=[(id, 153)])),
         ("full", m.Begin(**here, header=header())),
         ("full", m.Chunk(**here, id=id, index=1)),
+        ("full", m.ChunkAt(**here, id=id, index=1, file=2, offset=1 << 32, bytes=4096)),
         ("full", m.Committed(**here, number=3)),
         ("full", m.EndOfSamples(**here)),
         ("full", m.AllTerminal(**here)),
@@ -203,7 +205,9 @@ def chunks() -> list[dict[str, Any]]:
     tokens, first, second = frames()
     zstd = chunk.encode_states(compressible(), 4, codecs.by_name("zstd"))
     packed = chunk.encode_states(states("chunk", (24, 2, 16)), 0, codecs.by_name("packed"))
-    named = {"tokens": tokens, "raw": first, "raw-last": second, "packed": packed, "zstd": zstd}
+    rows = b"".join(chunk.lay_rows(SAMPLE.hidden_states[:3], 0).parts)
+    raw = {"raw": first, "raw-last": second, "rows": rows}
+    named = {"tokens": tokens, **raw, "packed": packed, "zstd": zstd}
     return [
         {"name": name, "decoded": chunk.decode_chunk(frame)[1].hex(), "frame": frame.hex()}
         for name, frame in named.items()

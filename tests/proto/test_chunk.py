@@ -148,7 +148,7 @@ LIES: dict[str, tuple[bytes, type[ProtoError]]] = {
     "kind": (forge(RAW, kind=2), MalformedChunk),
     "tokens kind": (forge(RAW, kind=0), MalformedChunk),
     "states kind": (forge(tokens(), kind=1), MalformedChunk),
-    "codec": (forge(RAW, codec=3), UnknownCodec),
+    "codec": (forge(RAW, codec=4), UnknownCodec),
     "tokens in zstd": (forge(tokens(), codec=1), MalformedChunk),
     "tokens that are shorter": (forge(tokens(), payload=bytes(24)), MalformedChunk),
     "raw called zstd": (forge(RAW, codec=1), MalformedChunk),
@@ -253,7 +253,7 @@ def test_hostile_headers_are_refused_or_decoded_right(data: st.DataObject) -> No
     number = st.one_of(small, st.integers(0, 2**32 - 1))
     lies = {
         "kind": data.draw(st.integers(0, 2)),
-        "codec": data.draw(st.integers(0, 3)),
+        "codec": data.draw(st.integers(0, 4)),
         "layers": data.draw(st.one_of(small, st.integers(0, 2**16 - 1))),
         **{name: data.draw(number) for name in ("first_row", "rows", "hidden", "decoded_bytes")},
     }

@@ -92,6 +92,9 @@ def parse(frame: bytes) -> tuple[dict[str, Any], bytes]:
 def unpacked(fields: dict[str, Any], payload: bytes) -> bytes:
     if fields["codec"] == 0:
         return payload
+    if fields["codec"] == 3:
+        shape = (fields["rows"], fields["layers"], fields["hidden"])
+        return np.frombuffer(payload, "<u2").reshape(shape).swapaxes(0, 1).tobytes()
     if fields["codec"] == 2:
         words = unpack(payload, fields["rows"], fields["layers"], fields["hidden"], bf16=False)
         return np.array(words, "<u2").tobytes()
@@ -119,7 +122,7 @@ def test_chunk_read_by_draftfeed(vector: dict[str, Any]) -> None:
 def test_every_codec_and_kind_has_a_vector() -> None:
     parsed = [parse(bytes.fromhex(vector["frame"]))[0] for vector in CHUNKS]
     pairs = {(fields["kind"], fields["codec"]) for fields in parsed}
-    assert pairs == {(0, 0), (1, 0), (1, 1), (1, 2)}
+    assert pairs == {(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)}
 
 
 @pytest.mark.parametrize("level", [-5, 1, 19])

@@ -54,6 +54,7 @@ class Producer:
             self._descriptor,
             IdSet(SampleId(DATASET, 0, n // 16, n) for n in range(PROMPTS)),
             session_timeout_seconds=self._timeout_seconds,
+            local=listener.handover.name,
             now=time.monotonic(),
         )
         self.server = Server(listener, self.spool, delivery, self._target)
@@ -145,8 +146,14 @@ def consuming(
     lost_after_seconds: float = 20.0,
     attach: Attach = Attach(),  # noqa: B008
     group: str = "default",
+    same_host: bool = True,
 ) -> Iterator[HiddenStateStream]:
-    client = ClientConfig(addresses=addresses, lost_after_seconds=lost_after_seconds, group=group)
+    client = ClientConfig(
+        addresses=addresses,
+        lost_after_seconds=lost_after_seconds,
+        group=group,
+        same_host=same_host,
+    )
     config = StreamConfig(producer=client, expect=expect, buffer=buffer)
     stream = HiddenStateStream(config, attach=attach)
     try:

@@ -263,7 +263,7 @@ def test_sample_that_the_disk_does_not_give_back_is_made_again(tmp_path: Path) -
     with producing(tmp_path / "spool", segment_bytes=1) as producer:
         producer.generate(range(3))
         make_unreadable(tmp_path / "spool" / "00000001.seg")
-        with consuming(producer.address) as stream:
+        with consuming(producer.address, same_host=False) as stream:
             items = iter(stream)
             seen = [next(items)["id"].ordinal for _ in range(2)]
             again = producer.server.regenerate.get(timeout=20)

@@ -161,14 +161,15 @@ PAIRS: dict[str, tuple[Translate, Translate]] = {
 }
 
 
+@pytest.mark.parametrize("same_host", [True, False])
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
 def test_another_minor_version_is_served_to_the_end(
-    pair: tuple[Translate, Translate], tmp_path: Path
+    pair: tuple[Translate, Translate], same_host: bool, tmp_path: Path
 ) -> None:
     with (
         producing(tmp_path / "spool") as producer,
         translating(producer.address, *pair) as translator,
-        consuming(translator.address) as stream,
+        consuming(translator.address, same_host=same_host) as stream,
     ):
         producer.generate(range(20))
         producer.server.finish()
@@ -179,17 +180,20 @@ def test_another_minor_version_is_served_to_the_end(
     assert {"Fence", "Granted"} & translator.translated
 
 
-def test_every_message_of_a_stream_was_translated(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("same_host", "chunk"), [(True, "ChunkAt"), (False, "Chunk")])
+def test_every_message_of_a_stream_was_translated(
+    same_host: bool, chunk: str, tmp_path: Path
+) -> None:
     """Or the test above would show less than it says."""
     with (
         producing(tmp_path / "spool") as producer,
         translating(producer.address, newer, newer) as translator,
-        consuming(translator.address) as stream,
+        consuming(translator.address, same_host=same_host) as stream,
     ):
         producer.generate(range(20))
         producer.server.finish()
         use_up(stream)
-    common = {"Fence", "Granted", "Open", "Opened", "Offer", "Grant", "Credit", "Begin", "Chunk"}
+    common = {"Fence", "Granted", "Open", "Opened", "Offer", "Grant", "Credit", "Begin", chunk}
     ends = {"Reject", "Commit", "Committed", "EndOfSamples", "AllTerminal"}
     assert not (common | ends) - translator.translated
 

@@ -25,7 +25,7 @@ from draftfeed_producer.archive.sealed import (
     rescue,
 )
 from draftfeed_producer.errors import ArchiveDamaged, ArchiveError
-from draftfeed_producer.spool.segments import Record, frame_fault
+from draftfeed_producer.spool.segments import Place, Record, frame_fault
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -137,6 +137,12 @@ class Archive:
         except OSError as error:
             logger.error("%s: byte %d cannot be read: %s", id, offset, error.strerror)
             return b""
+
+    def frame_place(self, id: SampleId, index: int) -> Place | None:
+        """Where that chunk lies; None when `read_chunk` would not give it either."""
+        if (record := self._record(id)) is None or index >= len(record.chunks):
+            return None
+        return Place(self.path(record.segment).with_suffix(SEGMENT), *record.chunks[index])
 
     def read_ahead(self, id: SampleId) -> None:
         """Have the kernel fetch all of a sample, whose chunks will be asked for one by one: the

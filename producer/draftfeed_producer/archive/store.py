@@ -9,7 +9,7 @@ from draftfeed_producer.archive.archiver import Archiver
 from draftfeed_producer.archive.index import Archive, ArchiveStatistics
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.spool.control import Regenerated
-from draftfeed_producer.spool.segments import Record, Segment
+from draftfeed_producer.spool.segments import Place, Record, Segment
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -79,9 +79,7 @@ class ArchivedSpool(Spool):
     def read_chunk(self, id: SampleId, index: int) -> bytes:
         """Empty when what there was of it has gone, for it was damaged: whoever gets that refuses
         it, and it is made again. Raises KeyError when it is terminal."""
-        with self._samples.changed:
-            here = id in self._samples or self._taken_back(id)
-        if here:
+        if self._is_here(id):
             return super().read_chunk(id, index)
         if self._stays(id):
             with suppress(KeyError):
@@ -89,6 +87,15 @@ class ArchivedSpool(Spool):
         if super().finished(id):
             raise KeyError(id)
         return b""
+
+    def frame_place(self, id: SampleId, index: int) -> Place | None:
+        if self._is_here(id):
+            return super().frame_place(id, index)
+        return self.archive.frame_place(id, index) if self._stays(id) else None
+
+    def _is_here(self, id: SampleId) -> bool:
+        with self._samples.changed:
+            return id in self._samples or self._taken_back(id)
 
     def _taken_back(self, id: SampleId) -> bool:
         """By a rollback: what it is to be read from was not asked for yet."""

@@ -22,6 +22,7 @@ import msgspec
 import xxhash
 
 from draftfeed_producer.errors import SpoolError
+from draftfeed_proto.chunk import Apart
 
 MAGIC = b"DFE1"
 VERSION = 1
@@ -64,7 +65,11 @@ class Entry(NamedTuple):
 
 def header(kind: Kind, payload: bytes | memoryview) -> bytes:
     checksum = 0 if kind is Kind.CHUNK else xxhash.xxh3_64_intdigest(payload)
-    fields = _FIELDS.pack(MAGIC, kind, VERSION, 0, len(payload), checksum)
+    return _header(kind, len(payload), checksum)
+
+
+def _header(kind: Kind, payload_bytes: int, checksum: int) -> bytes:
+    fields = _FIELDS.pack(MAGIC, kind, VERSION, 0, payload_bytes, checksum)
     return fields + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
@@ -116,9 +121,14 @@ def decode(payload: bytes, kind: Any) -> Any:
         raise SpoolError(f"the spool holds what this draftfeed cannot read: {error}") from None
 
 
-def write(fd: int, offset: int, kind: Kind, payload: bytes | memoryview) -> int:
+def write(fd: int, offset: int, kind: Kind, payload: bytes | memoryview | Apart) -> int:
     """Write one entry at offset; returns the offset behind it. Raises OSError."""
-    return write_all(fd, payload, write_all(fd, header(kind, payload), offset))
+    if not isinstance(payload, Apart):
+        return write_all(fd, payload, write_all(fd, header(kind, payload), offset))
+    assert kind is Kind.CHUNK
+    head, body = payload.parts
+    offset = write_all(fd, _header(kind, len(payload), 0) + head, offset)
+    return write_all(fd, body, offset)
 
 
 def write_all(fd: int, data: bytes | memoryview, offset: int) -> int:

@@ -12,7 +12,15 @@ import msgspec
 
 from draftfeed_producer.spool.control import Void
 from draftfeed_producer.spool.directory import segment_paths
-from draftfeed_producer.spool.segments import Damage, HeaderOf, Record, Segment, frame_fault
+from draftfeed_producer.spool.segments import (
+    Damage,
+    HeaderOf,
+    Place,
+    Record,
+    Segment,
+    frame_fault,
+)
+from draftfeed_proto.chunk import Apart
 from draftfeed_proto.ids import SampleId
 
 Fsync = Literal["always", "interval", "never"]
@@ -64,7 +72,11 @@ class Samples:
         return [damage for damage in damages if not is_void(damage, voids)]
 
     def append(
-        self, frames: Iterable[bytes | memoryview], header_of: HeaderOf, *, ahead: bool
+        self,
+        frames: Iterable[bytes | memoryview | Apart],
+        header_of: HeaderOf,
+        *,
+        ahead: bool,
     ) -> Record:
         """Durable as the fsync policy says when it returns. `ahead`: the disk has room for blocks
         to be taken in advance. Raises OSError; nothing of the record is left then."""
@@ -103,6 +115,10 @@ class Samples:
     def read_chunk(self, id: SampleId, index: int) -> bytes:
         record = self._records[id]
         return self._segments[record.segment].read_chunk(record, index)
+
+    def frame_place(self, id: SampleId, index: int) -> Place:
+        record = self._records[id]
+        return self._segments[record.segment].frame_place(record, index)
 
     def whole(self, id: SampleId) -> bool:
         if id not in self._records:

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -46,6 +47,14 @@ class Record(msgspec.Struct, frozen=True):
     def place(self) -> tuple[int, int]:
         """(segment, offset): no other record ever lies there."""
         return self.segment, self.chunks[0][0] - entries.HEADER_BYTES
+
+
+class Place(NamedTuple):
+    """Where a frame lies, for whoever reads it himself."""
+
+    path: Path
+    offset: int
+    bytes: int
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -114,7 +123,9 @@ class Segment:
         """Blocks taken ahead of what is written."""
         return spare_bytes(self._fd)
 
-    def append(self, frames: Iterable[bytes | memoryview], header_of: HeaderOf) -> Record:
+    def append(
+        self, frames: Iterable[bytes | memoryview | chunk.Apart], header_of: HeaderOf
+    ) -> Record:
         """Write one record; the header is made when its frames are counted.
 
         Raises OSError and what `frames` and `header_of` raise; the segment then ends where it ended
@@ -151,6 +162,9 @@ class Segment:
         except OSError as error:
             logger.error("%s: byte %d cannot be read: %s", self.path, offset, error.strerror)
             return b""
+
+    def frame_place(self, record: Record, index: int) -> Place:
+        return Place(self.path, *record.chunks[index])
 
     def seal(self) -> None:
         """Nothing is appended any more: what was taken ahead goes back to the disk."""

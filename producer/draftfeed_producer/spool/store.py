@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from draftfeed_producer.errors import SpoolDamaged, SpoolError, SpoolFull
 from draftfeed_producer.spool import control
-from draftfeed_producer.spool.config import SpoolConfig
+from draftfeed_producer.spool.config import AUTO, SpoolConfig
 from draftfeed_producer.spool.control import Commit, Suspects, Term, Tombstone, Void
 from draftfeed_producer.spool.control_log import ControlLog
 from draftfeed_producer.spool.directory import (
@@ -23,9 +23,8 @@ from draftfeed_producer.spool.directory import (
     segment_paths,
 )
 from draftfeed_producer.spool.samples import AHEAD_BYTES, Samples
-from draftfeed_producer.spool.segments import Damage, Record, Segment
+from draftfeed_producer.spool.segments import Damage, Place, Record, Segment
 from draftfeed_producer.spool.space import Space
-from draftfeed_proto import codecs
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.encoder import Encoder
 from draftfeed_proto.ids import IdSet, SampleId, Shards
@@ -62,8 +61,8 @@ class Spool:
         when its control log is, SpoolError when the directory cannot be used.
         """
         self._config = config
-        codec = codecs.by_name(config.codec)
-        self._encoder = Encoder(codec, config.chunk_bytes, config.encode_threads)
+        self._encoder = Encoder(config.chooser, config.chunk_bytes, config.encode_threads)
+        self._as_rows = False
         self._space = Space(config)
         self._epochs = shards.epochs
         self._committed = IdSet()
@@ -103,7 +102,7 @@ class Spool:
 
         ahead = self._space.left(0) > AHEAD_BYTES
         try:
-            with closing(self._encoder.frames(sample)) as frames:
+            with closing(self._encoder.frames(sample, as_rows=self._as_rows)) as frames:
                 record = self._samples.append(frames, header, ahead=ahead)
         except OSError as error:
             self._space.refused(error, sample.hidden_states.nbytes)
@@ -112,6 +111,11 @@ class Spool:
         self._logical_bytes += record.header.decoded_bytes
         self._encoded_bytes += record.header.encoded_bytes
         return record
+
+    def prefer_rows(self, local: bool) -> None:
+        """Whether all that is generated now goes to members of this host. Any thread may say so."""
+        auto = self._config.codec == AUTO and self._config.retain != "archive"
+        self._as_rows = local and auto
 
     def finished(self, id: SampleId) -> bool:
         """Whether the prompt has a record, a commit or a tombstone here."""
@@ -138,6 +142,11 @@ class Spool:
     def read_chunk(self, id: SampleId, index: int) -> bytes:
         """Raises KeyError when the sample is not here."""
         return self._samples.read_chunk(id, index)
+
+    def frame_place(self, id: SampleId, index: int) -> Place | None:
+        """Where the chunk lies; None when it is to be had from `read_chunk` only. Raises KeyError
+        when the sample is not here."""
+        return self._samples.frame_place(id, index)
 
     def read_ahead(self, id: SampleId) -> None:
         """The sample's chunks are asked for soon. What the spool holds was written here not long

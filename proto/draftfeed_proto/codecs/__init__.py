@@ -8,10 +8,11 @@ import numpy as np
 
 from draftfeed_proto.codecs.packed import Packed
 from draftfeed_proto.codecs.raw import Raw
+from draftfeed_proto.codecs.rows import Rows
 from draftfeed_proto.codecs.zstd import ZstdPlanes
 from draftfeed_proto.errors import UnknownCodec
 
-__all__ = ["PACKED", "Chooser", "Codec", "by_name", "by_number", "names", "packing"]
+__all__ = ["PACKED", "ROWS", "Chooser", "Codec", "by_name", "by_number", "names", "packing"]
 
 
 class Codec(Protocol):
@@ -33,8 +34,8 @@ class Codec(Protocol):
         ...
 
 
-RAW, ZSTD, PACKED = Raw(), ZstdPlanes(), Packed()
-_CODECS: tuple[Codec, ...] = (RAW, ZSTD, PACKED)
+RAW, ZSTD, PACKED, ROWS = Raw(), ZstdPlanes(), Packed(), Rows()
+_CODECS: tuple[Codec, ...] = (RAW, ZSTD, PACKED, ROWS)
 
 
 class Chooser:
