@@ -3,11 +3,13 @@
 import random
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from draftfeed_consumer.errors import BufferTooSmall
+from draftfeed_consumer.memory import Slabs
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample, decoded_bytes
 
@@ -16,7 +18,8 @@ STEP_SECONDS = 0.2
 
 class BufferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     capacity_bytes: int = 4 << 30
-    """Decoded bytes of all samples received and not yet released by the trainer."""
+    """Decoded bytes of all samples received and not yet released by the trainer. Memory that was
+    once needed for them is kept for the next ones."""
     decode_threads: int = 2
     """That check and decode chunks, beside the one that receives; 1: that one does it, too. New
     memory is what takes the time, so that one thread alone would hold up a fast network."""
@@ -55,12 +58,13 @@ class BufferStatistics(NamedTuple):
 class Buffer:
     """Room is reserved before a sample is asked for, so that what arrives always fits.
 
-    `reserve`, `put` and `cancel` belong to the receiving thread, `take` and `release` to the
-    trainer.
+    `reserve`, `empty`, `put` and `cancel` belong to the receiving thread, `take` and `release` to
+    the trainer.
     """
 
     def __init__(self, config: BufferConfig) -> None:
         self._config = config
+        self._memory = Slabs(config.capacity_bytes)
         self._random = random.Random(config.seed)
         self._changed = threading.Condition()
         self._reserved_bytes = 0
@@ -95,6 +99,10 @@ class Buffer:
         """Give back room for a sample that will not come."""
         with self._changed:
             self._reserved_bytes -= size_bytes
+
+    def empty(self, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
+        """Memory for the states of a sample for which room was reserved."""
+        return self._memory.empty(shape, dtype)
 
     def put(self, sample: Sample) -> None:
         """A sample for which room was reserved."""

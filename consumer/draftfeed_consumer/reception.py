@@ -2,7 +2,9 @@
 
 import logging
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from draftfeed_consumer.ledger import Ledger
 from draftfeed_proto import messages as m
@@ -36,6 +38,10 @@ class Room(Protocol):
         ...
 
     def cancel(self, size_bytes: int) -> None: ...
+
+    def empty(self, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
+        """Memory for states, as numpy.empty gives it."""
+        ...
 
 
 class Reply(NamedTuple):
@@ -151,7 +157,8 @@ class Reception:
             return  # its chunks are passed over
         if self._due.get(header.id) != header.decoded_bytes:
             raise MalformedMessage(f"sample {header.id} was not granted with this size")
-        self._assembler = Assembler(header, self.granted.descriptor.dtype, self._workers)
+        dtype = self.granted.descriptor.dtype
+        self._assembler = Assembler(header, dtype, self._workers, self._room.empty)
 
     def _chunk(self, message: m.Chunk | m.ChunkAt, frame: Payload | None) -> list[Reply | Received]:
         if frame is None:

@@ -1,7 +1,7 @@
 """Samples: what a trainer gets, and how one becomes a header and chunks and back."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
@@ -187,15 +187,20 @@ class Assembler:
     """
 
     def __init__(
-        self, header: SampleHeader, dtype: str = "fp16", workers: Workers = INLINE
+        self,
+        header: SampleHeader,
+        dtype: str = "fp16",
+        workers: Workers = INLINE,
+        empty: Callable[[tuple[int, ...], type[Any]], np.ndarray] = np.empty,
     ) -> None:
-        """Allocates the sample's tensors. Raises what `SampleHeader.check` raises."""
+        """Allocates the sample's tensors, the states with `empty`. Raises what `SampleHeader.check`
+        raises."""
         header.check()
         self.header = header
         # A sample of one chunk gains nothing from another thread.
         self._workers = workers if header.chunks > 2 else INLINE
         self._decoding: deque[Future[chunk.ChunkHeader]] = deque()
-        self._states = np.empty(
+        self._states = empty(
             (header.rows, header.layers, header.hidden),
             np.float16 if dtype == "fp16" else np.uint16,
         )

@@ -2,7 +2,9 @@
 
 import copy
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import numpy as np
 
 from draftfeed_consumer.actions import Action, Attach, Deliver, Fail, Identity, Say
 from draftfeed_consumer.attachment import Options
@@ -38,6 +40,9 @@ class TinyRoom:
 
     def cancel(self, size_bytes: int) -> None:
         self.left_bytes += size_bytes
+
+    def empty(self, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
+        return np.empty(shape, dtype)
 
 
 def ids(*ordinals: int) -> list[SampleId]:

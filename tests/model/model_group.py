@@ -6,7 +6,9 @@ them.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from draftfeed_consumer import actions as a
 from draftfeed_consumer.attachment import Options
@@ -47,6 +49,9 @@ class Room:
 
     def cancel(self, size_bytes: int) -> None:
         self.taken -= 1
+
+    def empty(self, shape: tuple[int, ...], dtype: type[Any]) -> np.ndarray:
+        return np.empty(shape, dtype)
 
 
 class Rank:
