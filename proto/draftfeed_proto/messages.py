@@ -18,7 +18,7 @@ from draftfeed_proto.limits import (
     MAX_SAMPLE_BYTES,
 )
 from draftfeed_proto.sample import SampleHeader
-from draftfeed_proto.wire import Count, Name, pack, unpack
+from draftfeed_proto.wire import Count, Name, pack, unpack_message
 
 VERSION = (1, 0)
 
@@ -340,6 +340,14 @@ FromProducer = (
 )
 
 
+class _ToProducer(msgspec.Struct, frozen=True):
+    message: FromMember
+
+
+class _ToMember(msgspec.Struct, frozen=True):
+    message: FromProducer
+
+
 def encode(message: Message) -> bytes:
     """Raises MalformedMessage or LimitExceeded rather than send what the other end must refuse."""
     return pack(message)
@@ -347,13 +355,13 @@ def encode(message: Message) -> bytes:
 
 def decode_from_member(data: bytes | memoryview) -> FromMember:
     """Raises MalformedMessage or LimitExceeded."""
-    message: FromMember = unpack(data, FromMember)
+    message: FromMember = unpack_message(data, _ToProducer)
     return _shown(message)
 
 
 def decode_from_producer(data: bytes | memoryview) -> FromProducer:
     """Raises MalformedMessage or LimitExceeded."""
-    message: FromProducer = unpack(data, FromProducer)
+    message: FromProducer = unpack_message(data, _ToMember)
     return _shown(message)
 
 

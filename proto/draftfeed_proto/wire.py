@@ -1,7 +1,8 @@
 """MessagePack with limits: msgpack reads the bytes, because it can be told limits; msgspec gives
 them their meaning, because it has types."""
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgpack
 import msgspec
@@ -17,7 +18,13 @@ from draftfeed_proto.limits import (
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+Told = TypeVar("Told", bound=msgspec.Struct)
+Held = TypeVar("Held")
 Scalar = str | int | float | bool | None
+
+
+SHORT_BYTES = 512
+"""Too few for a string, an array or a map that is beyond its limit."""
 
 
 def pack(value: msgspec.Struct) -> bytes:
@@ -29,16 +36,34 @@ def pack(value: msgspec.Struct) -> bytes:
         data = msgspec.msgpack.encode(value)
     except (UnicodeEncodeError, OverflowError) as error:
         raise MalformedMessage(str(error)) from error
-    unpack(data, type(value))
+    if len(data) > SHORT_BYTES:
+        unpack(data, type(value))
+        return data
+    try:  # types and ranges are all that can be wrong with it
+        msgspec.msgpack.decode(data, type=type(value))
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(str(error)) from error
     return data
 
 
-def unpack(data: bytes | memoryview, kind: Any) -> Any:
+def unpack(data: bytes | memoryview, kind: type[Told]) -> Told:
     """A value of type `kind`. Raises MalformedMessage or LimitExceeded, and nothing else."""
+    return _converted(data, lambda plain: msgspec.convert(plain, kind))
+
+
+def unpack_message(data: bytes | memoryview, holder: type[msgspec.Struct]) -> Any:
+    """What a holder has in its only field, `message`, which is a union: msgspec keeps what it
+    finds out about a Struct, and about a union it would find it out anew for every message.
+    Raises as `unpack`."""
+    held: Any = _converted(data, lambda plain: msgspec.convert({"message": plain}, holder))
+    return held.message
+
+
+def _converted(data: bytes | memoryview, convert: Callable[[Any], Held]) -> Held:
     if len(data) > MAX_MESSAGE_BYTES:
         raise LimitExceeded("message bytes", len(data), MAX_MESSAGE_BYTES)
     try:
-        return msgspec.convert(_plain(data), kind)
+        return convert(_plain(data))
     except (ValueError, msgspec.ValidationError, msgpack.UnpackException) as error:
         raise MalformedMessage(str(error) or type(error).__name__) from error
 
