@@ -66,7 +66,9 @@ class Running:
             self.failure = error
 
     def made_all(self) -> None:
-        eventually(lambda: self.service.statistics().phase == "delivering", "all samples")
+        """A run in which every prompt is trained is "delivering" for a moment only."""
+        over = ("delivering", "done")
+        eventually(lambda: self.service.statistics().phase in over, "all samples")
         self.close()
 
     def failed(self) -> BaseException | None:
