@@ -1,5 +1,6 @@
 """Where a producer's samples are: asked from the running one, or read from its spool."""
 
+import logging
 import re
 import time
 from collections.abc import Mapping
@@ -9,12 +10,17 @@ from typing import NamedTuple
 import zmq
 
 from draftfeed_deploy.errors import ConfigError
+from draftfeed_producer.archive.reader import ArchiveReader
+from draftfeed_producer.archive.roots import NAME
+from draftfeed_producer.errors import ArchiveError
 from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.spool.reader import Reader
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.keys import KeyPair, is_ipv6
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
 
 _ANYWHERE = re.compile(r"//(\*|0\.0\.0\.0|\[::\])")
 
@@ -60,11 +66,11 @@ def _answer(socket: "zmq.Socket[bytes]", deadline: float) -> m.Account | None:
     return None
 
 
-def read_spool(directory: Path, prompts: IdSet) -> Source:
+def read_spool(directory: Path, prompts: IdSet, roots: tuple[Path, ...] = ()) -> Source:
     """What a spool says without its producer: nobody is asked what members hold, and which lines
     are no prompts is not known, so those count as still to be generated.
 
-    prompts: ids of all lines of the file. Raises SpoolError.
+    prompts: ids of all lines of the file. roots: of its archive, if it has one. Raises SpoolError.
     """
     reader = Reader(directory)
     control, committed = reader.control, reader.control.committed
@@ -72,6 +78,10 @@ def read_spool(directory: Path, prompts: IdSet) -> Source:
     ended = {state: ids - committed for state, ids in _by_state(control.tombstones).items()}
     over = IdSet.union([committed, *ended.values()])
     pending = prompts.within(reader.shards) - over - stored
+    if roots:
+        lines = IdSet.union([stored.in_epoch(0), archived_lines(reader, roots)])
+        shelved = pending & IdSet.union(map(lines.in_epoch, reader.shards.each_epoch))
+        pending, stored = pending - shelved, IdSet.union([stored, shelved])
     term = control.term
     account = m.Account(
         shards=reader.shards,
@@ -86,6 +96,20 @@ def read_spool(directory: Path, prompts: IdSet) -> Source:
         commit_number=control.commits[-1].number if control.commits else 0,
     )
     return Source(account, str(directory), False)
+
+
+def archived_lines(spool: Reader, roots: tuple[Path, ...]) -> IdSet:
+    """Lines of the prompt file, in epoch 0, that can be served out of the archive. A root that is
+    missing is said so: its samples count as if there were none. Raises ArchiveError."""
+    there = tuple(root for root in roots if (root / NAME).exists())
+    for root in set(roots) - set(there):
+        logger.warning("%s is no archive: not mounted, or not begun; nothing there counts", root)
+    if not there:
+        return IdSet()
+    archive = ArchiveReader(there)
+    if strange := archive.contents.strange(spool.owner.descriptor.stream_id(), []):
+        raise ArchiveError(there[0], strange)
+    return archive.lines
 
 
 def _by_state(tombstones: Mapping[SampleId, Tombstone]) -> dict[str, IdSet]:

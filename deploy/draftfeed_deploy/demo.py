@@ -202,7 +202,8 @@ def _note_checkpoint(directory: Path, output_dir: Path) -> None:
 def _note_audit(directory: Path, producer: ProducerConfig) -> None:
     """What the spool says about every line of the prompt file."""
     prompts = prompt_list(producer)
-    audit = judge("producer.toml", prompts, read_spool(producer.spool.dir, prompts.ids))
+    roots = producer.archive.roots if producer.archive else ()
+    audit = judge("producer.toml", prompts, read_spool(producer.spool.dir, prompts.ids, roots))
     (directory / "audit.json").write_bytes(msgspec.json.encode(audit))
 
 

@@ -114,7 +114,8 @@ def audit_of(
     keys = read_secret(config.server.key, zmq.curve_public) if config.server.key else None
     source = ask(address or config.server.bind, timeout_seconds, keys)
     if source is None:
-        source = read_spool(config.spool.dir, prompts.ids)
+        roots = config.archive.roots if config.archive else ()
+        source = read_spool(config.spool.dir, prompts.ids, roots)
         logger.warning(
             "nobody answers at %s: reading %s instead; which samples members hold, and which lines "
             "are no prompts, is then unknown",

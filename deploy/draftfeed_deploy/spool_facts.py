@@ -6,13 +6,20 @@ from collections.abc import Iterator
 import msgspec
 from rich.filesize import decimal as bytes_text
 
+from draftfeed_producer.archive.reader import ArchiveReader
 from draftfeed_producer.errors import UnknownSample
 from draftfeed_producer.spool.control import Commit
 from draftfeed_producer.spool.ranges import format_ranges
 from draftfeed_producer.spool.reader import Reader
 from draftfeed_producer.spool.segments import Damage, Record
 from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.sample import SampleHeader
 
+_FREED = {
+    None: "freed: its key and its tensors are gone, unless they were archived (--archive ROOT)",
+    False: "freed: its key and its tensors are gone, this is all that is known",
+    True: "freed here, and archived",
+}
 SEGMENTS_SHOWN = 12
 COMMITS_SHOWN = 3
 
@@ -130,15 +137,18 @@ def inspect_lines(facts: SpoolFacts) -> Iterator[str]:
         yield f"             and {more} more up to {facts.segments[-1].number}; see --json"
 
 
-def trace(reader: Reader, name: str) -> Iterator[str]:
-    """What happened to a sample, in order. `name`: its id as text, or its key.
+def trace(reader: Reader, name: str, archive: ArchiveReader | None = None) -> Iterator[str]:
+    """What happened to a sample, in order. `name`: its id as text, or its key. archive: what the
+    spool's segments go into; there a key means the first epoch that the spool serves.
 
-    Raises UnknownSample when the spool knows nothing of it.
+    Raises UnknownSample when neither knows anything of it.
     """
-    id, records, damages = _find(reader, name)
+    id, records, damages = _find(reader, name, archive)
+    archived = _archived(archive, id) if archive is not None else []
     control = reader.control
     voids = {place: void for place, void in control.voids.items() if void.id == id}
-    yield f"sample     {id}" + (f", key {records[-1].header.key!r}" if records else "")
+    known_as = [*archived, *records]
+    yield f"sample     {id}" + (f", key {known_as[-1].header.key!r}" if known_as else "")
     known = {*(record.place for record in records), *(damage.place for damage in damages)}
     for record in records:
         yield from _record_lines(record)
@@ -156,7 +166,10 @@ def trace(reader: Reader, name: str) -> Iterator[str]:
     yield from _commit_lines(id, control.commits)
     if stone := control.tombstones.get(id):
         yield f"tombstone  {stone.state}: {stone.reason}"
-    yield f"now        {_state(reader, id, records)}"
+    if archive is not None:
+        for record in archived:
+            yield from _archived_lines(archive, record)
+    yield f"now        {_state(reader, id, records, bool(archived) if archive else None)}"
 
 
 def _facts(reader: Reader) -> SpoolFacts:
@@ -204,7 +217,25 @@ def _count(facts: SpoolFacts, reader: Reader, record: Record, committed: IdSet) 
         facts.deliverable += 1
 
 
-def _find(reader: Reader, name: str) -> tuple[SampleId, list[Record], list[Damage]]:
+def _archived(archive: ArchiveReader, id: SampleId) -> list[Record]:
+    """Of its line, every copy: epochs do not count in an archive."""
+    line = id.in_epoch(0)
+    if line not in archive.lines:
+        return []
+    every = (one for segment in archive.segments() for one in archive.every_record(segment))
+    return [record for record in every if record.header.id.in_epoch(0) == line]
+
+
+def _archived_id(reader: Reader, archive: ArchiveReader, key: str) -> SampleId | None:
+    """What the spool calls the archived sample that has this key."""
+    epoch = reader.owner.prompts.epoch
+    found = (one.header for one in archive.records() if one.header.key == key)
+    return next((header.id.in_epoch(epoch) for header in found), None)
+
+
+def _find(
+    reader: Reader, name: str, archive: ArchiveReader | None
+) -> tuple[SampleId, list[Record], list[Damage]]:
     """The sample's id, its records and its damaged ones, oldest first."""
     try:
         id = SampleId.parse(name)
@@ -216,11 +247,12 @@ def _find(reader: Reader, name: str) -> tuple[SampleId, list[Record], list[Damag
         for item in reader.scan(segment)
         if (_id(item) == id if id is not None else _key(item) == name)
     ]
-    if id is None:
-        if not found:
-            raise UnknownSample(reader.directory, repr(name), _no_key(reader))
+    if id is None and found:
         id = _id(found[-1])
-        assert id is not None
+    if id is None and archive is not None:
+        id = _archived_id(reader, archive, name)
+    if id is None:
+        raise UnknownSample(reader.directory, repr(name), _no_key(reader, archive))
     if id.partition not in reader.owner.prompts:
         file = f"data set {reader.owner.prompts.dataset}, epoch {reader.owner.prompts.epoch}"
         raise UnknownSample(reader.directory, str(id), f"is not of this spool's prompts ({file})")
@@ -228,11 +260,13 @@ def _find(reader: Reader, name: str) -> tuple[SampleId, list[Record], list[Damag
     return id, records, [item for item in found if isinstance(item, Damage)]
 
 
-def _no_key(reader: Reader) -> str:
+def _no_key(reader: Reader, archive: ArchiveReader | None) -> str:
     example = SampleId(reader.owner.prompts.dataset, reader.owner.prompts.epoch, 0, 0)
     return (
-        "no stored sample has this key. The key of a sample that was freed, or is not generated "
-        f"yet, is not in the spool: give its id, such as {example} (shard, then line from 0)"
+        f"no {'stored' if archive is None else 'stored or archived'} sample has this key. The key "
+        "of a sample that was freed, or is not generated yet, is not in the spool: give its id, "
+        f"such as {example} (shard, then line from 0)"
+        + (", or its archive with --archive" if archive is None else "")
     )
 
 
@@ -245,9 +279,18 @@ def _key(item: Record | Damage) -> str:
 
 
 def _record_lines(record: Record) -> Iterator[str]:
-    header = record.header
     segment, offset = record.place
     yield f"stored     segment {segment}, offset {offset}"
+    yield from _size_lines(record.header)
+
+
+def _archived_lines(archive: ArchiveReader, record: Record) -> Iterator[str]:
+    path, copy = archive.path(record), "" if archive.serves(record) else ", a copy not served"
+    yield f"archived   {path}, offset {record.place[1]}, as {record.header.id}{copy}"
+    yield from _size_lines(record.header)
+
+
+def _size_lines(header: SampleHeader) -> Iterator[str]:
     yield (
         f"           {header.rows} rows of [{header.layers}, {header.hidden}], "
         f"{header.response_tokens} response tokens, finish reason {header.finish_reason!r}"
@@ -268,14 +311,19 @@ def _commit_lines(id: SampleId, commits: list[Commit]) -> Iterator[str]:
         yield f"           in none of the commits the log still has ({kept})"
 
 
-def _state(reader: Reader, id: SampleId, records: list[Record]) -> str:
+def _state(reader: Reader, id: SampleId, records: list[Record], archived: bool | None) -> str:
+    """archived: whether its line is; None: not asked for."""
     here = any(not reader.is_void(record) for record in records)
     committed = id in reader.control.committed
     if committed or id in reader.control.tombstones:
         word = "committed" if committed else reader.control.tombstones[id].state
-        freed = "freed: its key and its tensors are gone, this is all that is known"
-        return f"{word}, {'its record is kept' if here else freed}"
+        return f"{word}, {'its record is kept' if here else _FREED[archived]}"
     if here:
         return "deliverable, or with a member"
+    if archived:
+        return "in the archive: to be served from there, or with a member"
+    line = id.in_epoch(0)
+    if archived is not None and any(line == one.header.id.in_epoch(0) for one in reader.records()):
+        return "in the spool under another epoch's id: to be served from there, or with a member"
     owned = id.partition in reader.shards
     return "not generated yet" if owned else "in a shard that this spool does not own"

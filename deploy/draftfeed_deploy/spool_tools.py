@@ -24,6 +24,13 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     _add_dir(trace)
     trace.add_argument("sample", metavar="SAMPLE", help="id (dataset/epoch/shard/line) or key")
+    trace.add_argument(
+        "--archive",
+        type=Path,
+        nargs="+",
+        metavar="ROOT",
+        help="look into the archive, too: all of [archive] roots",
+    )
     trace.set_defaults(command=_trace)
 
 
@@ -130,10 +137,13 @@ def _export(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _trace(arguments: argparse.Namespace, console: Console) -> int:
+    from draftfeed_deploy.archive_contents import unique
     from draftfeed_deploy.spool_facts import trace
+    from draftfeed_producer.archive.reader import ArchiveReader
     from draftfeed_producer.spool.reader import Reader
 
-    say(trace(Reader(arguments.dir), arguments.sample))
+    archive = ArchiveReader(unique(arguments.archive)) if arguments.archive else None
+    say(trace(Reader(arguments.dir), arguments.sample, archive))
     return exits.DONE
 
 

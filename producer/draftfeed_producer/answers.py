@@ -35,14 +35,15 @@ def account(delivery: "Delivery") -> m.Account:
     pending = delivery.prompts - delivery.committed - leased - deliverable
     for ids in terminal.values():
         pending = pending - ids
+    shelved = pending & delivery.replayable() if pending else pending
     term = delivery.fencing.term
     return m.Account(
         shards=delivery.shards,
         committed=delivery.committed.to_wire(),
         leased=leased.to_wire(),
-        deliverable=deliverable.to_wire(),
+        deliverable=IdSet.union([deliverable, shelved]).to_wire(),
         terminal={state: (ids - delivery.committed).to_wire() for state, ids in terminal.items()},
-        pending=pending.to_wire(),
+        pending=(pending - shelved).to_wire(),
         regenerated=delivery.regenerated.to_wire(),
         skipped=delivery.skipped.to_wire(),
         group=term.group if term else "",

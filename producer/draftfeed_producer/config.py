@@ -38,6 +38,9 @@ class ProducerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError('[output] conversations is for [capture] mode = "live": remove it')
         if self.spool.retain == "archive" and self.archive is None:
             raise ValueError('[spool] retain = "archive" needs [archive] with its roots')
+        for root in self.archive.roots if self.archive is not None else ():
+            if root.resolve() == self.spool.dir.resolve():
+                raise ValueError(f"[archive] roots: {root} is [spool] dir; give it another one")
         if isinstance(self.engine, ReplayConfig):
             self._check_replay()
         if not isinstance(self.engine, SyntheticConfig):

@@ -69,6 +69,7 @@ class Delivery:
         self.stock = Stock()
         self._out = Distribution(self.stock, self.fencing)
         self.regenerated = stored.regenerated.copy()
+        self.replayable = stored.replayable
         self.skipped = IdSet()
         self.ledger_known = False
         """A leader has said what is trained."""

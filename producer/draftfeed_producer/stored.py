@@ -1,5 +1,6 @@
 """What a spool says of its samples when a producer starts on it."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from draftfeed_producer.authority import HeaderOf
@@ -23,6 +24,8 @@ class Stored(NamedTuple):
     samples: list[SampleHeader]
     """Neither committed nor terminal, oldest first."""
     header_of: HeaderOf
+    replayable: Callable[[], IdSet] = IdSet
+    """See `Spool.replayable`."""
 
     @classmethod
     def of(cls, spool: Spool) -> "Stored":
@@ -36,4 +39,5 @@ class Stored(NamedTuple):
             regenerated=spool.regenerated,
             samples=[record.header for record in spool.deliverable()],
             header_of=spool.header_of,
+            replayable=spool.replayable,
         )

@@ -209,7 +209,7 @@ class Account(Message, frozen=True, kw_only=True):
     leased: WireRanges
     """With a member, and in no commit yet."""
     deliverable: WireRanges
-    """In the spool and with nobody."""
+    """In the spool or the archive, and with nobody."""
     terminal: dict[Name, WireRanges]
     """By state: "rejected", "quarantined", "tail"."""
     pending: WireRanges

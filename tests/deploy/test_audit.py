@@ -17,6 +17,7 @@ from draftfeed_deploy.accounts import Source
 from draftfeed_deploy.config import load
 from draftfeed_deploy.errors import ConfigError
 from draftfeed_deploy.reckoning import judge, prompt_list
+from draftfeed_producer import server
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import SyntheticConfig
 from draftfeed_producer.errors import SpoolError
@@ -51,24 +52,28 @@ def configured(directory: Path, name: str = "", shards: str = "") -> Path:
 
 
 class Running:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, until: str = "delivering") -> None:
         self.config = load(path, ProducerConfig)
         self.service = ProducerService(self.config)
         self._thread = threading.Thread(target=self.service.run)
         self._thread.start()
-        eventually(lambda: self.service.statistics().phase == "delivering", "all samples")
+        eventually(lambda: self.service.statistics().phase == until, until)
+
+    def ended(self) -> None:
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
 
     def close(self) -> None:
         self.service.stop()
-        self._thread.join(timeout=60)
+        self.ended()
 
 
 @pytest.fixture
 def start() -> Iterator[Any]:
     running: list[Running] = []
 
-    def make(path: Path) -> Running:
-        running.append(Running(path))
+    def make(path: Path, **options: str) -> Running:
+        running.append(Running(path, **options))
         return running[-1]
 
     yield make
@@ -184,6 +189,109 @@ def test_shards_that_two_own_and_shards_that_nobody_owns_are_named(
     assert "both own shards 0\n" in out
     assert "nobody owns shards 2 of" in out
     assert out.endswith("the sums DIFFER from the prompt list\n")
+
+
+ARCHIVE = """
+[archive]
+roots = ["{directory}/archive"]
+min_free_bytes = 0
+"""
+REPLAY = """
+[engine]
+name = "archive"
+epochs = 3
+[spool]
+dir = "{directory}/replayed"
+[server]
+bind = "ipc://{directory}/replay.sock"
+"""
+
+
+@pytest.fixture
+def archived(tmp_path: Path, start: Any, attach: Any) -> Path:
+    """The directory of 12 samples that were made, trained and archived in the first epoch."""
+    path = configured(tmp_path)
+    path.write_text(
+        path.read_text().replace("[spool]", '[spool]\nretain = "archive"')
+        + ARCHIVE.format(directory=tmp_path)
+    )
+    producer = start(path)
+    member = attach(producer)
+    member.open()
+    member.commit(member.receive(12))
+    member.until(m.AllTerminal)
+    member.say(m.Bye)
+    producer.ended()
+    return tmp_path
+
+
+def later_epochs(directory: Path) -> Path:
+    """Of the same prompts, with the archive and without the spool."""
+    path = configured(directory, "later")
+    text = path.read_text().replace("samples = 12", "samples = 12\nepochs = 3")
+    path.write_text(text + ARCHIVE.format(directory=directory))
+    return path
+
+
+def replay(directory: Path) -> Path:
+    path = directory / "replay.toml"
+    path.write_text((REPLAY + ARCHIVE).format(directory=directory))
+    return path
+
+
+@pytest.mark.parametrize("configure", [later_epochs, replay])
+def test_what_an_archive_has_is_not_to_be_generated_whether_the_producer_runs_or_not(
+    archived: Path,
+    start: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    configure: Any,
+) -> None:
+    """It counted as such until it was offered, and in a stopped one all of it did."""
+    monkeypatch.setattr(server, "RESTOCK_SAMPLES", 4)
+    path = configure(archived)
+    producer = start(path, until="generating")
+    for running in (True, False):
+        if not running:
+            producer.close()
+        code, out = run(capsys, "-c", path, "--json", "--timeout", "0.2" if not running else "20")
+        (one,) = json.loads(out)["producers"]
+        assert code == 0
+        assert (one["running"], one["prompts"], one["deliverable"]) == (running, 36, 36)
+        assert one["to_be_generated"] == 0
+
+
+def test_lost_segments_and_roots_that_are_not_mounted_are_to_be_generated(
+    archived: Path, start: Any, capsys: pytest.CaptureFixture[str], caplog: Any
+) -> None:
+    path = later_epochs(archived)
+    start(path, until="generating").close()
+
+    def audited() -> tuple[int, int]:
+        code, out = run(capsys, "-c", path, "--json", "--timeout", "0.2")
+        (one,) = json.loads(out)["producers"]
+        assert code == 0
+        return one["deliverable"], one["to_be_generated"]
+
+    assert audited() == (36, 0)
+    (archived / "archive").rename(archived / "elsewhere")
+    assert audited() == (0, 36)
+    assert "archive is no archive: not mounted, or not begun; nothing there counts" in caplog.text
+    (archived / "elsewhere").rename(archived / "archive")
+    for segment in (archived / "archive").glob("*.seg"):
+        segment.unlink()
+    assert audited() == (0, 36)
+
+
+def test_archive_of_another_stream_is_refused_by_an_audit(
+    archived: Path, start: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = later_epochs(archived)
+    start(path, until="generating").close()
+    contents = archived / "archive" / "archive.json"
+    contents.write_text(contents.read_text().replace('"hidden_size": 64', '"hidden_size": 32'))
+    with pytest.raises(SpoolError, match="is of another stream"):
+        run(capsys, "-c", path, "--timeout", "0.2")
 
 
 ENGINE = msgspec.structs.replace(SyntheticConfig(), samples=12, shard_size=4)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from archive_helpers import archive_samples, archiving, opened, segments
 from draftfeed_deploy import exits, spool_tools
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.spool.control import Term
@@ -268,6 +269,43 @@ def test_trace_of_a_freed_sample_goes_by_id_and_says_that_its_key_is_gone(
     assert ended.code == 2
     assert "The key of a sample that was freed" in ended.error
     assert f"{DATASET}/0/0/0" in ended.error
+
+
+def test_trace_of_a_freed_sample_finds_it_in_the_archive(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was called gone."""
+    root, spool = tmp_path / "archive", tmp_path / "spool"
+    with opened(root) as archive:
+        archive_samples(spool, archive, range(3))
+    alone = draftfeed(capsys, "trace", spool, sample(1).id).out
+    assert "unless they were archived (--archive ROOT)" in alone
+    for name in (sample(1).id, "key-1"):
+        out = draftfeed(capsys, "trace", spool, name, "--archive", root).out
+        assert f"sample     {sample(1).id}, key 'key-1'" in out
+        assert f"archived   {root}/" in out
+        assert f"digest {sample(1).digest()}" in out
+        assert "now        committed, freed here, and archived" in out
+    later = draftfeed(capsys, "trace", spool, sample(1).id.in_epoch(2), "--archive", root).out
+    assert "now        in the archive: to be served from there" in later
+    missing = draftfeed(capsys, "trace", spool, sample(9).id.in_epoch(2), "--archive", root).out
+    assert "now        not generated yet" in missing
+    unknown = draftfeed(capsys, "trace", spool, "key-9", "--archive", root)
+    assert (unknown.code, "no stored or archived sample has this key" in unknown.error) == (2, True)
+    for segment in segments(root):
+        segment.unlink()
+    gone = draftfeed(capsys, "trace", spool, sample(1).id, "--archive", root).out
+    assert "this is all that is known" in gone
+
+
+def test_trace_of_a_later_epoch_whose_line_is_still_in_the_spool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path / "a") as archive, archiving(tmp_path / "spool", archive) as spool:
+        spool.append(sample(0))
+        command = ("trace", tmp_path / "spool", sample(0).id.in_epoch(1))
+        out = draftfeed(capsys, *command, "--archive", tmp_path / "a").out
+        assert "now        in the spool under another epoch's id" in out
 
 
 def test_trace_of_samples_that_are_not_here(

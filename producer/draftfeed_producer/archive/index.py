@@ -3,27 +3,19 @@
 import logging
 import os
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from draftfeed_producer.archive.config import ArchiveConfig
+from draftfeed_producer.archive.loading import Found, find, pair
+from draftfeed_producer.archive.opened import OpenSegments
 from draftfeed_producer.archive.roots import Roots, describe_archive
-from draftfeed_producer.archive.sealed import (
-    INDEX,
-    SEGMENT,
-    Head,
-    Interrupted,
-    read_index,
-    read_line,
-    rescue,
-)
+from draftfeed_producer.archive.sealed import INDEX, Head, read_index, read_line
 from draftfeed_producer.errors import ArchiveDamaged, ArchiveError
 from draftfeed_producer.spool.segments import Place, Record, frame_fault
 from draftfeed_proto.descriptor import Descriptor
@@ -32,9 +24,6 @@ from draftfeed_proto.sample import SampleHeader
 
 logger = logging.getLogger(__name__)
 
-OPEN_SEGMENTS = 128
-"""Whose files are held open, two each."""
-LINE_SECONDS = 10.0
 _PLACE_BITS = 36
 _PLACE = (1 << _PLACE_BITS) - 1
 
@@ -50,17 +39,6 @@ class ArchiveStatistics(NamedTuple):
     """Why nothing is archived at the moment; empty when it is not so."""
     missed: int
     """Samples that were not archived since the process began."""
-
-
-class _Open(NamedTuple):
-    index_fd: int
-    """-1 where there is no index, but what was found in the segment."""
-    segment_fd: int
-
-    def close(self) -> None:
-        for fd in self:
-            if fd >= 0:
-                os.close(fd)
 
 
 class Archive:
@@ -94,6 +72,10 @@ class Archive:
         """By ordinal: (segment << bits | byte of the index) + 1; 0: not there."""
         self._copies: dict[int, list[int]] = {}
         """By ordinal: the same of its other copies, for when the first is damaged."""
+        self._same: dict[int, int] = {}
+        """By number of a segment: the next one that is the same file in another root."""
+        self._segments = 0
+        """That samples are served from."""
         self._rescued: dict[int, list[Record]] = {}
         """By number of a segment without an index: its samples. Their place is that in the list."""
         self._gone: dict[int, list[Record]] = {}
@@ -103,10 +85,11 @@ class Archive:
         self._bytes = 0
         self.longest_rows = 0
         """Of its samples."""
-        self._opened: OrderedDict[int, _Open] = OrderedDict()
+        self._opened = OpenSegments()
         self._unreadable: set[int] = set()
         """Segments of which that was said."""
-        self._load(stopped)
+        for found in find(config.roots, self.contents, stopped):
+            self._take(found)
 
     def __contains__(self, id: SampleId) -> bool:
         return self._place(id) is not None
@@ -117,10 +100,16 @@ class Archive:
         with self._lock:
             return self._lines.copy()
 
+    @property
+    def lost(self) -> IdSet:
+        """Of `lines`, those that are known to have been there and cannot be had."""
+        with self._lock:
+            return self._lost()
+
     def header(self, id: SampleId) -> SampleHeader | None:
         """Of the line's sample, under this id. None when it is not there or cannot be read."""
         record = self._record(id)
-        return None if record is None else msgspec.structs.replace(record.header, id=id)
+        return None if record is None else replace(record.header, id=id)
 
     def read_chunk(self, id: SampleId, index: int) -> bytes:
         """Empty when the disk will not give it: whoever gets it refuses it.
@@ -136,6 +125,7 @@ class Archive:
             return os.pread(fd, size, offset)
         except OSError as error:
             logger.error("%s: byte %d cannot be read: %s", id, offset, error.strerror)
+            self._opened.forget(record.segment)
             return b""
 
     def frame_place(self, id: SampleId, index: int) -> Place | None:
@@ -168,10 +158,17 @@ class Archive:
         copy is, where there is one."""
         with self._lock:
             if id.ordinal < len(self._places):
-                others = self._copies.get(id.ordinal)
-                self._places[id.ordinal] = others.pop(0) if others else 0
+                self._places[id.ordinal] = self._other_copy(id.ordinal)
                 if not self._places[id.ordinal]:
                     self._lines.discard(id.in_epoch(0))
+
+    def _other_copy(self, line: int) -> int:
+        """Instead of the one that is served; 0: there is none."""
+        place = int(self._places[line]) - 1
+        if place >= 0 and (same := self._same.get(place >> _PLACE_BITS, -1)) >= 0:
+            return (same << _PLACE_BITS | place & _PLACE) + 1
+        others = self._copies.get(line)
+        return others.pop(0) if others else 0
 
     def has(self, digest: str) -> bool:
         """Whether the segment of that name is there."""
@@ -196,8 +193,8 @@ class Archive:
         return places >> _PLACE_BITS
 
     def add(self, root: Path, head: Head) -> None:
-        """A segment that was sealed just now. Raises ArchiveError when it cannot be read back."""
-        self._take(root / (head.digest + INDEX))
+        """A segment that was sealed just now. Raises SpoolError when it cannot be read back."""
+        self._take(pair(root / (head.digest + INDEX), self.contents))
 
     def records(self) -> Iterator[Record]:
         """Every sample that is served, segment by segment, and what is known of lost ones. Raises
@@ -229,8 +226,8 @@ class Archive:
     def statistics(self, alarm: str = "", missed: int = 0) -> ArchiveStatistics:
         with self._lock:
             return ArchiveStatistics(
-                len(self._digests),
-                len(self._lines) - self._lost_count(),
+                self._segments,
+                len(self._lines) - len(self._lost()),
                 self._bytes,
                 self.config.quota_bytes,
                 alarm,
@@ -238,89 +235,74 @@ class Archive:
             )
 
     def close(self) -> None:
-        with self._lock:
-            while self._opened:
-                self._opened.popitem()[1].close()
+        self._opened.close()
 
     # loading
 
-    def _load(self, stopped: Callable[[], bool]) -> None:
-        """Pairs first: what is found in a segment without an index is second best."""
-        indexes = [path for root in self.config.roots for path in sorted(root.glob(f"*{INDEX}"))]
-        due = time.monotonic() + LINE_SECONDS
-        broken = self._without_index()
-        for number, path in enumerate(indexes):
-            if stopped():
-                raise Interrupted
-            try:
-                self._take(path)
-            except ArchiveDamaged as error:
-                broken.append(error)
-            except ArchiveError as error:
-                logger.error("%s; what is in it is not served", error)
-            if time.monotonic() >= due:
-                due = time.monotonic() + LINE_SECONDS
-                logger.info("archive: %d of %d segments are indexed", number + 1, len(indexes))
-        for damage in broken:
-            self._rescue(damage)
-
-    def _without_index(self) -> list[ArchiveDamaged]:
-        return [
-            ArchiveDamaged(path, f"its index, {path.stem}{INDEX}, is missing")
-            for root in self.config.roots
-            for path in sorted(root.glob(f"*{SEGMENT}"))
-            if not path.with_suffix(INDEX).exists()
-        ]
-
-    def _take(self, path: Path) -> None:
-        sealed = read_index(path)
-        self._check(path, sealed.head.stream_id, [one.header for one in sealed.records])
-        digest = bytes.fromhex(sealed.head.digest)
-        with self._lock:
-            if digest in self._numbers:
-                return  # the same file once more
-            number = self._numbers[digest] = self._number(path)
-            self._bytes += sealed.head.bytes
-            for record, place in zip(sealed.records, sealed.places, strict=True):
-                self._index(record.header, number, place)
-
-    def _rescue(self, damage: ArchiveDamaged) -> None:
-        """What the segment itself says. The lines of what is lost exist all the same: they are to
-        be generated again, or to be named as lost."""
-        path = damage.root
-        found = rescue(path, len(self._digests))
-        if not found.records and not found.lost:
-            logger.error("%s; nothing in it can be read", damage)
+    def _take(self, found: Found) -> None:
+        if found.fault:
+            self._tell(found)
+        if found.fault and not found.records and not found.lost:
             return
-        try:
-            stream_id = found.stream_id or self.descriptor.stream_id()
-            self._check(path, stream_id, [*(one.header for one in found.records), *found.lost])
-            _digest(path)
-        except ArchiveError as error:
-            logger.error("%s; what is in it is not served", error)
-            return
-        counts = (damage, len(found.records), len(found.lost))
-        logger.error("%s; %d samples are found in the segment, %d are lost", *counts)
         with self._lock:
-            self._bytes += found.bytes
-            number = self._number(path)
-            self._rescued[number] = found.records
-            for place, record in enumerate(found.records):
-                self._index(record.header, number, place)
-            gone = self._number(path)
-            self._gone[gone] = [Record(header, gone, ()) for header in found.lost]
-            for place, header in enumerate(found.lost):
-                self._index(header, gone, place)
+            if found.fault:
+                self._take_rescued(found)
+            else:
+                self._take_pair(found)
+
+    def _tell(self, found: Found) -> None:
+        what = f"{found.path}: {found.fault}"
+        counts = len(found.records), len(found.lost)
+        if any(counts):
+            words = "%s; %d samples are found in the segment, %d are lost"
+            logger.error(words, what, *counts)
+        else:
+            logger.error("%s; nothing in it is served", what)
+
+    def _take_pair(self, found: Found) -> None:
+        first = self._numbers.get(bytes.fromhex(found.path.stem))
+        records = list(zip(found.records, found.places, strict=True))
+        if first is None:
+            number = self._numbers[bytes.fromhex(found.path.stem)] = self._number(found.path)
+        elif found.path.with_suffix("") in map(self.path, self._same_file(first)):
+            return  # sealed once more
+        else:
+            number = self._number(found.path)
+            self._same[number] = self._same.get(first, -1)
+            self._same[first] = number
+            records = [(one, at) for one, at in records if not self._is_indexed(one)]
+        self._segments += 1
+        self._bytes += found.bytes
+        for record, place in records:
+            self._index(record.header, number, place)
+
+    def _is_indexed(self, record: Record) -> bool:
+        line = record.header.id.ordinal
+        return line < len(self._places) and bool(self._places[line])
+
+    def _take_rescued(self, found: Found) -> None:
+        self._segments += bool(found.records)
+        self._bytes += found.bytes
+        number = self._number(found.path)
+        self._rescued[number] = [replace(record, segment=number) for record in found.records]
+        for place, record in enumerate(found.records):
+            self._index(record.header, number, place)
+        gone = self._number(found.path)
+        self._gone[gone] = [Record(header, gone, ()) for header in found.lost]
+        for place, header in enumerate(found.lost):
+            self._index(header, gone, place)
 
     def _number(self, path: Path) -> int:
         """Of another segment."""
-        self._digests.append(_digest(path))
+        self._digests.append(bytes.fromhex(path.stem))
         self._in_root.append(self.config.roots.index(path.parent))
         return len(self._digests) - 1
 
-    def _check(self, path: Path, stream_id: str, headers: list[SampleHeader]) -> None:
-        if strange := self.contents.strange(stream_id, headers):
-            raise ArchiveError(path, strange)
+    def _same_file(self, number: int) -> Iterator[int]:
+        """This one, and the same file in other roots."""
+        while number >= 0:
+            yield number
+            number = self._same.get(number, -1)
 
     def _index(self, header: SampleHeader, number: int, place: int) -> None:
         """Of two copies of a line the first stays, unless it is lost and the other is not."""
@@ -340,11 +322,13 @@ class Archive:
         elif number not in self._gone:
             self._copies.setdefault(line, []).append(one)
 
-    def _lost_count(self) -> int:
-        if not self._gone:
-            return 0
-        numbers = (self._places[self._places != 0] - 1) >> _PLACE_BITS
-        return int(np.isin(numbers, list(self._gone)).sum())
+    def _lost(self) -> IdSet:
+        return IdSet(
+            record.header.id.in_epoch(0)
+            for number, records in self._gone.items()
+            for place, record in enumerate(records)
+            if self._places[record.header.id.ordinal] == (number << _PLACE_BITS | place) + 1
+        )
 
     # reading
 
@@ -359,52 +343,35 @@ class Archive:
         return found[0] if found is not None else None
 
     def _find(self, id: SampleId) -> tuple[Record, int] | None:
-        """(the record, descriptor of its segment)"""
-        place = self._place(id)
-        if place is None or place[0] in self._gone:
-            return None
-        number, at = place
-        try:
-            opened = self._open(number)
-            if number in self._rescued:
-                return self._rescued[number][at], opened.segment_fd
-            path = self.path(number).with_suffix(INDEX)
-            return read_line(opened.index_fd, at, path, number), opened.segment_fd
-        except ArchiveError as error:
-            if number not in self._unreadable:  # else it is said for every sample
-                self._unreadable.add(number)
-                logger.error("%s; its samples are not served", error)
-            return None
+        """(the record, descriptor of its segment) of the first copy that can be opened."""
+        for _ in range(1 + len(self._copies.get(id.ordinal, ()))):
+            place = self._place(id)
+            if place is None or place[0] in self._gone:
+                return None
+            try:
+                return self._read(id, *place)
+            except ArchiveError as error:
+                if place[0] not in self._unreadable:  # else it is said for every sample
+                    self._unreadable.add(place[0])
+                    logger.error("%s; its samples are not served", error)
+                self._opened.forget(place[0])
+            self._turn(id.ordinal)
+        return None
 
-    def _open(self, number: int) -> _Open:
+    def _read(self, id: SampleId, number: int, at: int) -> tuple[Record, int]:
+        paths = map(self.path, self._same_file(number))
+        opened = self._opened.get(number, paths, indexed=number not in self._rescued)
+        if number in self._rescued:
+            return self._rescued[number][at], opened.segment_fd
+        path = self.path(number).with_suffix(INDEX)
+        record = read_line(opened.index_fd, at, path, number)
+        if record.header.id.in_epoch(0) != id.in_epoch(0):  # its file was exchanged
+            raise ArchiveDamaged(path, f"has {record.header.id} where {id} was")
+        return record, opened.segment_fd
+
+    def _turn(self, line: int) -> None:
+        """The next copy of it comes first. This one comes last: its drive may come back."""
         with self._lock:
-            path = self.path(number)
-            if number in self._opened:
-                self._opened.move_to_end(number)
-                return self._opened[number]
-        index = -1 if number in self._rescued else _opened(path.with_suffix(INDEX))
-        try:
-            opened = _Open(index, _opened(path.with_suffix(SEGMENT)))
-        except ArchiveError:
-            _Open(index, -1).close()
-            raise
-        with self._lock:
-            self._opened[number] = opened
-            if len(self._opened) > OPEN_SEGMENTS:
-                self._opened.popitem(last=False)[1].close()
-        return opened
-
-
-def _opened(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ArchiveError(path, str(error.strerror)) from None
-
-
-def _digest(path: Path) -> bytes:
-    """In as few bytes as its name can be given back from."""
-    try:
-        return bytes.fromhex(path.stem)
-    except ValueError:
-        raise ArchiveError(path, "is no name of a segment") from None
+            if others := self._copies.get(line):
+                others.append(int(self._places[line]))
+                self._places[line] = others.pop(0)

@@ -1,16 +1,15 @@
 """An archive as a tool looks at it, while others may write to it and serve it."""
 
-import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
+from draftfeed_producer.archive.loading import Found, find, names_in
 from draftfeed_producer.archive.roots import Contents, same_contents
-from draftfeed_producer.archive.sealed import INDEX, INDEX_PART, PART, SEGMENT, read_index, rescue
-from draftfeed_producer.errors import ArchiveError, SpoolError
+from draftfeed_producer.archive.sealed import INDEX, INDEX_PART, PART, SEGMENT, read_index
 from draftfeed_producer.spool.control import Control
 from draftfeed_producer.spool.control_log import KEEP_ALL
 from draftfeed_producer.spool.directory import FORMAT, Owner
@@ -18,10 +17,6 @@ from draftfeed_producer.spool.reader import Reader, SegmentFile
 from draftfeed_producer.spool.segments import Damage, Record
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
-
-logger = logging.getLogger(__name__)
-
-LINE_SECONDS = 10.0
 
 
 class Fault(NamedTuple):
@@ -92,63 +87,30 @@ class ArchiveReader(Reader):
     def serves(self, record: Record) -> bool:
         return bool(self._served_from[record.header.id.ordinal] == record.segment + 1)
 
-    def _path(self, record: Record) -> Path:
+    def path(self, record: Record) -> Path:
+        """Of the segment that it lies in."""
         return self._files[record.segment].path
 
     # loading
 
     def _load(self) -> list[Fault]:
-        found = [fault for root in self.roots for fault in self._load_root(root)]
-        return [fault._replace(gone=self._gone(fault)) for fault in found]
+        faults = []
+        for found in find(self.roots, self.contents):
+            if found.bytes:
+                self._add(found)
+            if found.fault:
+                faults.append(_fault(found))
+        faults += [fault for root in self.roots for fault in _parts(root)]
+        return [fault._replace(gone=self._gone(fault)) for fault in faults]
 
-    def _load_root(self, root: Path) -> Iterator[Fault]:
-        names = {path.name for path in root.iterdir()}
-        due = time.monotonic() + LINE_SECONDS
-        for number, name in enumerate(sorted(names)):
-            path = root / name
-            if name.endswith(INDEX):
-                yield from self._take(path)
-            elif name.endswith(SEGMENT) and path.with_suffix(INDEX).name not in names:
-                yield from self._rescue(path, f"its index, {path.stem}{INDEX}, is missing")
-            elif name.endswith((PART, INDEX_PART)):
-                yield Fault(path, "is being made, or was when a producer was killed")
-            if time.monotonic() >= due:
-                due = time.monotonic() + LINE_SECONDS
-                logger.info("%s: %d of %d files are looked at", root, number + 1, len(names))
-
-    def _take(self, path: Path) -> Iterator[Fault]:
-        try:
-            sealed = read_index(path)
-        except SpoolError as error:
-            reason = error.reason if isinstance(error, ArchiveError) else str(error)
-            yield from self._rescue(path, reason)
-            return
-        headers = [record.header for record in sealed.records]
-        if strange := self.contents.strange(sealed.head.stream_id, headers):
-            yield Fault(path, strange)
-            return
-        self._add(path, sealed.head.bytes, headers)
-
-    def _rescue(self, path: Path, reason: str) -> Iterator[Fault]:
-        """As a replay does."""
+    def _add(self, found: Found) -> None:
         number = len(self._files)
-        found = rescue(path, number)
-        headers = [record.header for record in found.records]
-        stream_id = found.stream_id or self.contents.descriptor.stream_id()
-        if strange := self.contents.strange(stream_id, [*headers, *found.lost]):
-            yield Fault(path, strange)
-            return
-        if found.records:
-            reason += f"; {len(found.records)} samples are found in the segment"
-            self._rescued[number] = found.records
-            self._add(path, found.bytes, headers)
-        yield Fault(path, reason, tuple((one.id, one.key) for one in found.lost))
-
-    def _add(self, path: Path, size: int, headers: list[SampleHeader]) -> None:
-        number = len(self._files)
-        self._files.append(SegmentFile(number, path.with_suffix(SEGMENT), size, last=False))
-        for header in headers:
-            self._count(header, number)
+        path = found.path.with_suffix(SEGMENT)
+        self._files.append(SegmentFile(number, path, found.bytes, last=False))
+        if found.fault:
+            self._rescued[number] = [replace(record, segment=number) for record in found.records]
+        for record in found.records:
+            self._count(record.header, number)
 
     def _count(self, header: SampleHeader, number: int) -> None:
         line = header.id.ordinal
@@ -165,3 +127,14 @@ class ArchiveReader(Reader):
 
     def _gone(self, fault: Fault) -> tuple[tuple[SampleId, str], ...]:
         return tuple(one for one in fault.gone if one[0].in_epoch(0) not in self.lines)
+
+
+def _fault(found: Found) -> Fault:
+    rescued = f"; {len(found.records)} samples are found in the segment" if found.records else ""
+    return Fault(found.path, found.fault + rescued, tuple((one.id, one.key) for one in found.lost))
+
+
+def _parts(root: Path) -> Iterator[Fault]:
+    for name in names_in(root):
+        if name.endswith((PART, INDEX_PART)):
+            yield Fault(root / name, "is being made, or was when a producer was killed")

@@ -56,6 +56,7 @@ class Roots:
         self._config = config
         for root in config.roots:
             _claim(root, contents)
+        _check_apart(config.roots)
 
     def choose(self, size_bytes: int, used_bytes: int) -> tuple[list[Path], str]:
         """(the roots that have room, that with most space left first; why there is none)
@@ -73,6 +74,10 @@ class Roots:
         if not roots:
             return [], f"{best} has {free[best]} bytes left, [archive] min_free_bytes is {floor}"
         return sorted(roots, key=lambda one: -free[one]), ""
+
+    def gone(self) -> Path | None:
+        """One that is no longer mounted."""
+        return next((root for root in self._config.roots if _free(root) < 0), None)
 
 
 def describe_archive(descriptor: Descriptor, prompts: Shards, lines: IdSet) -> Contents:
@@ -123,6 +128,16 @@ def _claim(root: Path, contents: Contents) -> None:
         sync_directory(root)
     except OSError as error:
         raise ArchiveError(root, f"cannot be used as an archive: {error.strerror}") from None
+
+
+def _check_apart(roots: tuple[Path, ...]) -> None:
+    """A directory under two names would count twice, and look like a copy of itself."""
+    known: dict[tuple[int, int], Path] = {}
+    for root in roots:
+        status = root.stat()
+        other = known.setdefault((status.st_dev, status.st_ino), root)
+        if other != root:
+            raise ArchiveError(root, f"is the same directory as {other}: name it once")
 
 
 def _compare(root: Path, found: Contents, wanted: Contents) -> None:

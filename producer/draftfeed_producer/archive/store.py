@@ -47,6 +47,11 @@ class ArchivedSpool(Spool):
         lines.update(self.archive.lines)
         return lines
 
+    def replayable(self) -> IdSet:
+        """Of every epoch, whether it has begun or not."""
+        lines = self.lines() - self.archive.lost
+        return IdSet.union(lines.in_epoch(epoch) for epoch in self.shards.each_epoch)
+
     def shelve(self, id: SampleId) -> SampleHeader | None:
         """Serve this sample from what exists of its line. None when there is nothing, or it cannot
         be read: then it is to be generated. Raises BeingSealed."""

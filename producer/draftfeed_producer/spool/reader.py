@@ -89,7 +89,7 @@ class Reader:
         """One chunk as it is stored, unchecked; the tokens are number 0. None when the producer has
         deleted the segment. Raises SpoolError when it cannot be read."""
         offset, size = record.chunks[index]
-        with _opened(self._path(record)) as fd:
+        with _opened(self.path(record)) as fd:
             return None if fd is None else os.pread(fd, size, offset)
 
     def sample(self, record: Record) -> Sample | None:
@@ -98,14 +98,15 @@ class Reader:
         Raises ProtoError when it is not what was written, SpoolError when it cannot be read.
         """
         assembler = Assembler(record.header, self.owner.descriptor.dtype)
-        with _opened(self._path(record)) as fd:
+        with _opened(self.path(record)) as fd:
             if fd is None:
                 return None
             for offset, size in record.chunks:
                 assembler.add(os.pread(fd, size, offset))
         return assembler.sample()
 
-    def _path(self, record: Record) -> Path:
+    def path(self, record: Record) -> Path:
+        """Of the segment that it lies in."""
         return self.directory / f"{record.segment:08d}.seg"
 
 

@@ -196,6 +196,10 @@ class Spool:
         self._samples.forget(id)
         self._free()
 
+    def replayable(self) -> IdSet:
+        """What need not be generated, though there is no record of it under its id."""
+        return IdSet()
+
     def settle_lost(self, prompts: IdSet) -> IdSet:
         """The trainer's ledger has been committed here, so what is unfinished in shards whose
         spool is lost (`lost`) will be generated again. Returns those ids, which count as
