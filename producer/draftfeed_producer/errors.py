@@ -19,7 +19,8 @@ ProducerError (ValueError)
     ├── ShardError        shards that are not there, or may not be moved
     ├── UnknownSample     it has no sample of that name
     ├── ArchiveError      an archive cannot be used, or is of another stream or prompt file
-    │   └── ArchiveDamaged    a sealed segment, or its index, is not what was written
+    │   ├── ArchiveDamaged    a sealed segment, or its index, is not what was written
+    │   └── ArchiveGone       a root that was there when the process began
     └── SpoolFull         the disk is; space comes back with commits
 """
 
@@ -157,6 +158,11 @@ class ArchiveError(SpoolError):
 
 class ArchiveDamaged(ArchiveError):
     """`root`: the file that is damaged."""
+
+
+class ArchiveGone(ArchiveError):
+    def __init__(self, root: Path) -> None:
+        super().__init__(root, "is not there any more: mount it again, and start again")
 
 
 class SpoolFull(SpoolError):

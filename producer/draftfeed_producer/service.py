@@ -222,7 +222,7 @@ class ProducerService:
     def _load_engine(self, source: PromptSource, stack: ExitStack) -> Engine:
         config = self._config
         if source.archive is not None:
-            self._engine = ReplayEngine(source.archive.descriptor)
+            self._engine = ReplayEngine(source.archive)
             return self._engine
         self._engine = engine = make_engine(config.engine, config.target, config.capture)
         stack.callback(engine.close)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator
 
-from draftfeed_producer.errors import EngineError
+from draftfeed_producer.archive import Archive
+from draftfeed_producer.errors import ArchiveGone, EngineError
 from draftfeed_producer.prompts import Prompt
-from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample
 
@@ -12,13 +12,13 @@ REASON = "its archived sample is damaged, and a replay has no target to make it 
 
 
 class ReplayEngine:
-    """See `Engine`. It gives up whatever it is asked for."""
+    """See `Engine`. It gives up whatever it is asked for, unless that is on a drive that went."""
 
     loading = False
     captured = recaptured = 0
 
-    def __init__(self, descriptor: Descriptor) -> None:
-        self.descriptor = descriptor
+    def __init__(self, archive: Archive) -> None:
+        self._roots, self.descriptor = archive.roots, archive.descriptor
 
     def max_rows(self, prompt_tokens: int) -> int:
         """See `Engine.max_rows`: what the archive's samples have."""
@@ -27,8 +27,11 @@ class ReplayEngine:
     def run(
         self, prompts: Iterator[Prompt], give_up: Callable[[SampleId, str], None] | None = None
     ) -> Iterator[Sample]:
-        """See `Engine.run`."""
+        """See `Engine.run`. Raises ArchiveGone: what ends here ends for good, and a drive can be
+        mounted again."""
         for prompt in prompts:
+            if (root := self._roots.gone()) is not None:
+                raise ArchiveGone(root)
             if give_up is None:
                 raise EngineError(f"sample {prompt.id}: {REASON}")
             give_up(prompt.id, REASON)

@@ -1,0 +1,90 @@
+"""A replay whose archive changes while it runs."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archive_helpers import archive_samples, lines, opened
+from bare_member import BareMember
+from draftfeed_producer import server
+from draftfeed_producer.archive import ArchiveConfig
+from draftfeed_producer.config import ProducerConfig
+from draftfeed_producer.engines import ReplayConfig
+from draftfeed_producer.errors import ArchiveGone
+from draftfeed_producer.listener import ServerConfig
+from draftfeed_producer.service import ProducerService
+from draftfeed_producer.spool import SpoolConfig
+from draftfeed_producer.spool.reader import Reader
+from draftfeed_proto import messages as m
+from draftfeed_proto.ids import IdSet
+from waiting import eventually
+
+COUNT = 8
+
+
+class Replay:
+    """A service in a thread of its own."""
+
+    def __init__(self, directory: Path, address: str, **options: Any) -> None:
+        self.address = f"ipc://{directory}/{address}.sock"
+        self.service = ProducerService(
+            ProducerConfig(
+                engine=ReplayConfig(),
+                spool=SpoolConfig(dir=directory / "replayed", min_free_bytes=0),
+                archive=ArchiveConfig(roots=(directory / "a",), **options),
+                server=ServerConfig(bind=self.address),
+            )
+        )
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.service.run()
+        except BaseException as error:  # noqa: BLE001 - told to the test
+            self.failure = error
+
+    def ended(self) -> BaseException | None:
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+        return self.failure
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    with opened(tmp_path / "a") as archive:
+        archive_samples(tmp_path / "spool", archive, range(COUNT))
+    return tmp_path
+
+
+def test_drive_that_goes_ends_the_replay_and_none_of_its_samples(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ended as quarantined, for good, and the drive was mounted again a minute later."""
+    monkeypatch.setattr(server, "RESTOCK_SAMPLES", 1)
+    first = Replay(directory, "first")
+    eventually(lambda: first.service.statistics().replayed == 1, "a sample off the shelf")
+    (directory / "a").rename(directory / "away")
+    member = BareMember(first.address)
+    member.open()
+    failure = first.ended()
+    member.close()
+    assert isinstance(failure, ArchiveGone)
+    assert str(failure) == (
+        f"{directory / 'a'}: is not there any more: mount it again, and start again"
+    )
+    assert not Reader(directory / "replayed").control.tombstones
+    (directory / "away").rename(directory / "a")
+    second = Replay(directory, "second")
+    member = BareMember(second.address, term=2)
+    member.open()
+    received = member.receive(COUNT)
+    assert IdSet(received) == lines(range(COUNT), epoch=1)
+    member.commit(received)
+    member.until(m.AllTerminal)
+    member.say(m.Bye)
+    assert second.ended() is None
+    member.close()
