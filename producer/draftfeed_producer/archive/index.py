@@ -15,7 +15,7 @@ from draftfeed_producer.archive.config import ArchiveConfig
 from draftfeed_producer.archive.loading import Found, find, pair
 from draftfeed_producer.archive.opened import OpenSegments
 from draftfeed_producer.archive.roots import Roots, describe_archive
-from draftfeed_producer.archive.sealed import INDEX, Head, read_index, read_line
+from draftfeed_producer.archive.sealed import INDEX, SEGMENT, Head, read_index, read_line
 from draftfeed_producer.errors import ArchiveDamaged, ArchiveError
 from draftfeed_producer.spool.segments import Place, Record, frame_fault
 from draftfeed_proto.descriptor import Descriptor
