@@ -1,8 +1,11 @@
 """From what a producer counts to what Prometheus reads, name by name."""
 
+from pathlib import Path
+
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from archive_helpers import archive_samples, archiving, commit, lines, opened
 from draftfeed_deploy.metrics import Identity, registry
 from draftfeed_deploy.producer import Generated, producer_snapshot
 from draftfeed_deploy.records import Snapshot
@@ -10,6 +13,7 @@ from draftfeed_producer.service import ProducerStatistics
 from draftfeed_proto.sample import LayerCounters
 from samples import DESCRIPTOR, sample
 from snapshots import consumed, produced
+from waiting import eventually
 
 
 def exported(snapshot: Snapshot) -> dict[str, float]:
@@ -146,3 +150,32 @@ OF_PRODUCER = {
     "due_bytes": "due_bytes",
     "offered": "offered_samples",
 }
+
+
+def test_full_archive_says_what_it_has_what_it_missed_and_that_it_takes_no_more(
+    tmp_path: Path,
+) -> None:
+    """Nobody looked whether these figures were those of the archive."""
+    with opened(tmp_path / "a") as archive:
+        archive_samples(tmp_path / "spool", archive, range(3))
+        held = archive.statistics().bytes
+    with (
+        opened(tmp_path / "a", quota_bytes=held + 1) as archive,
+        archiving(tmp_path / "spool", archive) as spool,
+    ):
+        spool.append(sample(3))
+        commit(spool, lines(range(4)))
+        eventually(lambda: spool.archive_statistics().missed == 1, "it is given up")
+        figures = spool.archive_statistics()
+    statistics = ProducerStatistics("generating", 4, 1, 9, 9, 0, 9, (), 0.0, None, None)
+    statistics = statistics._replace(archive=figures, replayed=7)
+    snapshot = producer_snapshot(statistics, Generated(None), 9.0, DESCRIPTOR)
+    found = exported(snapshot)
+    p = "draftfeed_producer_"
+    assert found[f"{p}archive_bytes"] == held
+    assert found[f"{p}archive_quota_bytes"] == held + 1
+    assert (found[f"{p}archive_segments"], found[f"{p}archive_samples"]) == (3, 3)
+    assert found[f"{p}archive_missed_samples_total"] == 1
+    assert found[f"{p}archive_stopped"] == 1
+    assert found[f"{p}replayed_samples_total"] == 7
+    assert "quota_bytes" in snapshot.archive_alarm
