@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -197,3 +198,22 @@ def test_the_spools_own_directory_is_no_root(tmp_path: Path) -> None:
     for root in (tmp_path / "spool", tmp_path / "link"):
         with pytest.raises(ValueError, match=r"is \[spool\] dir"):
             ProducerConfig(archive=ArchiveConfig(roots=(root,)), **config)
+
+
+def test_two_producers_fill_one_root_at_once(tmp_path: Path) -> None:
+    """Each has files of its own names while it writes, and neither takes the other's away."""
+    root = tmp_path / "a"
+
+    def fill(number: int) -> None:
+        with opened(root) as archive:
+            ours = range(20 * number, 20 * number + 20)
+            archive_samples(tmp_path / f"spool-{number}", archive, ours)
+
+    with ThreadPoolExecutor(3) as pool:
+        for one in [pool.submit(fill, number) for number in range(3)]:
+            one.result(timeout=60)
+    with opened(root) as archive:
+        assert archive.lines == lines(range(60))
+        for ordinal in range(60):
+            assert read(archive, sample(ordinal).id) == sample(ordinal).digest()
+    assert {path.suffix for path in root.iterdir()} == {".json", ".seg", ".idx"}
