@@ -1,5 +1,6 @@
 """A replay whose archive changes while it runs."""
 
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,29 @@ def test_drive_that_goes_ends_the_replay_and_none_of_its_samples(
     )
     assert not Reader(directory / "replayed").control.tombstones
     (directory / "away").rename(directory / "a")
-    second = Replay(directory, "second")
-    member = BareMember(second.address, term=2)
+    trains_all(Replay(directory, "second"), term=2)
+
+
+def trains_all(replay: Replay, term: int) -> None:
+    member = BareMember(replay.address, term=term)
     member.open()
     received = member.receive(COUNT)
     assert IdSet(received) == lines(range(COUNT), epoch=1)
     member.commit(received)
     member.until(m.AllTerminal)
     member.say(m.Bye)
-    assert second.ended() is None
+    assert replay.ended() is None
     member.close()
+
+
+def test_a_replay_needs_no_right_to_write_to_its_roots(directory: Path) -> None:
+    root = str(directory / "a")
+    done = subprocess.run(["mount", "--bind", "-o", "ro", root, root], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted: {done.stderr.decode().strip()}")
+    try:
+        with pytest.raises(OSError, match="Read-only"):
+            (directory / "a" / "file").touch()
+        trains_all(Replay(directory, "only"), term=1)
+    finally:
+        subprocess.run(["umount", "--lazy", root], check=True)
