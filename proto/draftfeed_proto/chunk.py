@@ -181,13 +181,12 @@ def read_head(frame: Frame | Placed) -> bytes:
 
 
 def fetch(frame: Placed, buffer: bytearray | None = None) -> memoryview:
-    """All of it, at the beginning of the buffer, which grows when it is too small. Raises
+    """All of it, at the beginning of the buffer, or of a new one when that is too small. Raises
     LimitExceeded or MalformedChunk."""
     if len(frame) > MAX_FRAME_BYTES:
         raise LimitExceeded("bytes of a chunk", len(frame), MAX_FRAME_BYTES)
-    buffer = bytearray() if buffer is None else buffer
-    if len(buffer) < len(frame):
-        buffer.extend(bytes(len(frame) - len(buffer)))
+    if buffer is None or len(buffer) < len(frame):
+        buffer = bytearray(len(frame))
     whole = memoryview(buffer)[: len(frame)]
     frame.read(0, whole)
     return whole
@@ -199,9 +198,9 @@ def decode_placed(head: bytes, frame: Placed, out: np.ndarray) -> ChunkHeader:
     if header.codec == codecs.ROWS.number:
         _read_rows(head, header, frame, _rows_of(header, out))
         return header
-    if not hasattr(_own, "buffer"):
-        _own.buffer = bytearray()
-    whole = fetch(frame, _own.buffer)
+    # It never grows: the error of a chunk that was refused may still have a view of it.
+    whole = fetch(frame, getattr(_own, "buffer", None))
+    _own.buffer = whole.obj
     if whole[:HEADER_BYTES] != head:
         raise MalformedChunk("its header has changed")
     return decode_states(whole, out)

@@ -290,3 +290,32 @@ def test_the_widest_row_fits_one_chunk() -> None:
     frame = encode(values, 0, "raw")
     assert chunk.read_header(frame).decoded_bytes == MAX_CHUNK_BYTES
     chunk.decode_states(frame, values)
+
+
+class InMemory:
+    """A frame that is read like one in a file."""
+
+    def __init__(self, frame: bytes) -> None:
+        self._frame = frame
+
+    def __len__(self) -> int:
+        return len(self._frame)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        into[:] = self._frame[offset : offset + len(into)]
+
+
+def test_after_a_damaged_chunk_in_a_file_a_larger_one_is_decoded() -> None:
+    """While the damaged one's error was still held, the client ended with a BufferError."""
+    small, large = states(4, 2, 64), states(4000, 2, 64)
+    frames = [encode(one, 0, "raw") for one in (small, large)]
+    damaged = bytearray(frames[0])
+    damaged[-1] ^= 1
+    with pytest.raises(ChunkError) as held:
+        chunk.decode_placed(
+            chunk.read_head(damaged), InMemory(bytes(damaged)), np.empty_like(small)
+        )
+    out = np.empty_like(large)
+    chunk.decode_placed(chunk.read_head(frames[1]), InMemory(frames[1]), out)
+    assert (out == large).all()
+    assert held.value.__traceback__ is not None
