@@ -32,7 +32,7 @@ from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import ConsumerError, StreamClosed
 from draftfeed_consumer.ledger import Ledger, LedgerState
 from draftfeed_consumer.line import Line
-from draftfeed_consumer.link import LinkDown
+from draftfeed_consumer.link import Link, LinkDown
 from draftfeed_consumer.membership import Membership
 from draftfeed_consumer.reception import Payload
 from draftfeed_consumer.statistics import ClientStatistics, ProducerStatistics
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 POLL_MS = 200
 CONNECTING_POLL_MS = 50
+TEND_SECONDS = 0.05
 MESSAGES_AT_ONCE = 64
 """Of one producer, before the others have their turn."""
 GOODBYE_SECONDS = 0.2
@@ -117,6 +118,9 @@ class Client:
         self._failed = False
         self._turned_at = time.monotonic()
         self._cut, self._link_down_seconds = False, 0.0
+        self._poller, self._polled = zmq.Poller(), list[Link | None]()
+        """Of these links, in the order of the lines."""
+        self._tend_due = 0.0
         self._over = False
         """The loop has ended, as it should or with a failure that is known."""
         self._finished = False
@@ -265,13 +269,11 @@ class Client:
         try:
             while not (self._closing.is_set() or self._finished):
                 self._turn(member)
-                self._connect(context, member)
-                self._wait()
-                for line in self._lines.values():
+                self._tend(context, member)
+                for line in self._wait():
                     self._read(member, line)
                 self._obey(member)
                 self._perform(member.grant())
-                self._check_patience(member)
             self._obey(member)
             self._perform(member.drain(self._buffer.drain()))
         finally:
@@ -302,22 +304,37 @@ class Client:
             poller.poll(max(1, int(1000 * left_seconds)))
             links = [link for link in links if link.discard()]
 
-    def _connect(self, context: "zmq.Context[zmq.Socket[bytes]]", member: Membership) -> None:
+    def _tend(self, context: "zmq.Context[zmq.Socket[bytes]]", member: Membership) -> None:
+        """Lines that are down, and patience with the others: by the clock, not in every turn."""
         now = time.monotonic()
+        if now < self._tend_due:
+            return
+        self._tend_due = now + TEND_SECONDS
+        self._check_patience(member, now)
         for line in self._lines.values():
             if member.peer(line.address).wanted and line.due(now):
                 line.begin(context, now)
 
-    def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_end, zmq.POLLIN)
-        for line in self._lines.values():
-            if line.link is not None:
-                line.link.register(poller)
-        all_up = all(line.linked for line in self._lines.values())
-        ready = dict(poller.poll(POLL_MS if all_up else CONNECTING_POLL_MS))
+    def _wait(self) -> list[Line]:
+        """Until something happens. The lines to look at: with many producers most have nothing to
+        say at a time, and asking each of them would cost more than what the others sent."""
+        lines = list(self._lines.values())
+        links = [line.link for line in lines]
+        if links != self._polled:
+            self._poller, self._polled = self._poller_of(links), links
+        all_up = all(line.linked for line in lines)
+        ready = dict(self._poller.poll(POLL_MS if all_up else CONNECTING_POLL_MS))
         if self._wake_end.fileno() in ready:
             self._wake_end.recv(4096)
+        return [line for line in lines if line.link is not None and line.link.to_read(ready)]
+
+    def _poller_of(self, links: list[Link | None]) -> zmq.Poller:
+        poller = zmq.Poller()
+        poller.register(self._wake_end, zmq.POLLIN)
+        for link in links:
+            if link is not None:
+                link.register(poller)
+        return poller
 
     def _read(self, member: Membership, line: Line) -> None:
         """What was said before a link went down is read first."""
@@ -381,8 +398,7 @@ class Client:
         if self._drain and not member.draining:
             self._perform(member.drain(self._buffer.drain()))
 
-    def _check_patience(self, member: Membership) -> None:
-        now = time.monotonic()
+    def _check_patience(self, member: Membership, now: float) -> None:
         for line in self._lines.values():
             peer = member.peer(line.address)
             if not peer.wanted:

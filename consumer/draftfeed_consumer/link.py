@@ -5,7 +5,8 @@ new one, and that a cut is an event instead of a silence.
 """
 
 import threading
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -133,6 +134,10 @@ class Link:
         self._assert_owner()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+
+    def to_read(self, ready: Mapping[Any, int]) -> bool:
+        """Whether a poller that we are registered at found something, or we are down since."""
+        return self.state == "down" or self._socket in ready or self._monitor in ready
 
     def check(self) -> bool:
         """Whether the connection is up, not merely under way. Raises LinkDown when it is gone;
