@@ -42,6 +42,15 @@ def _take_all(order: Order, stream: HiddenStateStream, check: Check) -> None:
         states = item["hidden_states"]
         check.sample(producer, n, [states.view(torch.uint8).numpy().reshape(-1).data])
         stream.trained([item["id"]], step)
+        if step == 1:
+            _check_path(order, stream)
+
+
+def _check_path(order: Order, stream: HiddenStateStream) -> None:
+    """A line of the table must not be about the other one."""
+    for producer in stream.statistics().client.producers:
+        if producer.logical_bytes and producer.same_host != order.same_host:
+            raise SystemExit(f"same host: {producer.same_host}, where {order.same_host} was meant")
 
 
 def _stream(order: Order, states: StateSet) -> HiddenStateStream:
@@ -50,6 +59,7 @@ def _stream(order: Order, states: StateSet) -> HiddenStateStream:
         addresses=tuple(order.addresses),
         key=None if keys is None else keys / "clients" / "consumer.secret",
         server_key=None if keys is None else keys / "producers.pub",
+        same_host=order.same_host,
     )
     capacity_bytes = max(LEAST_BUFFER_BYTES, BUFFERED_SAMPLES * states.largest_bytes)
     buffer = BufferConfig(capacity_bytes=capacity_bytes, window_samples=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transport_orders import Order
-from transport_peers import AHEAD, READ_BYTES, Lines, bytes_of, dial, pieces_of, read_exactly
+from transport_peers import AHEAD, Lines, bytes_of, dial, pieces_of, read_exactly
 from transport_states import StateSet
 
 GRPC_METHOD = "/draftfeed.benchmark/Take"
@@ -202,7 +202,7 @@ class MooncakeSink:
         failed = self._engine.transfer_sync_read(session, self._buffer.ctypes.data, place, length)
         if failed:
             raise SystemExit(f"transfer_sync_read: {failed}")
-        yield from pieces_of(self._buffer.data[:length], READ_BYTES)
+        yield from pieces_of(self._buffer.data[:length])
         link.sendall(b"\0")
 
 

@@ -13,8 +13,6 @@ from transport_states import StateSet
 
 PIECE_BYTES = 4 << 20
 """Of a message where a sample is sent as several, as in draftfeed."""
-READ_BYTES = 1 << 20
-"""That a plain socket is read by: what was read is checked while it lies in a cache."""
 AHEAD = 4
 """Samples that a producer makes ready before the first of them was fetched."""
 
@@ -110,7 +108,7 @@ class TcpSink:
 
     def receive(self, producer: int, size: int) -> Iterator[memoryview]:
         link = self._links[producer]
-        for place in pieces_of(self._buffer[:size], READ_BYTES):
+        for place in pieces_of(self._buffer[:size]):
             if link.recv_into(place, flags=socket.MSG_WAITALL) < len(place):
                 raise SystemExit("the producer has gone")
             yield place

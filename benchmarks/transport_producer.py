@@ -39,6 +39,7 @@ def serve(order: Order, states: StateSet, talk: Talk) -> None:
             bind="tcp://127.0.0.1:*",
             key=None if keys is None else keys / "producers.secret",
             clients=() if keys is None else (keys / "clients",),
+            same_host=order.same_host,
         ),
     )
     _Producer(config, order, states, talk).run()

@@ -27,7 +27,7 @@ PACKAGES = (
 )
 NOTES = {
     "tcp": "one connection a link; sendmsg of a whole sample, recv_into one buffer that is "
-    "used again, 1 MiB at a time. Nothing can be cheaper over TCP",
+    "used again, 4 MiB at a time. Nothing can be cheaper over TCP",
     "pyzmq": "PUSH and PULL, messages of 4 MiB, no copies (copy=False), glibc told to keep memory",
     "mooncake": "Transfer Engine over TCP with a P2P handshake: samples lie in registered memory, "
     "and the consumer reads each whole into a registered buffer that is used again; "

@@ -15,6 +15,7 @@ from typing import Any
 
 import zmq
 
+from draftfeed_consumer.local import FrameAt
 from draftfeed_producer.spool import Spool, entries
 from draftfeed_proto import chunk
 from transport_check import Check
@@ -25,6 +26,7 @@ CONTROL = "control"
 _PLACES: dict[str, tuple[tuple[str, Any, str], ...]] = {
     "producer": (
         ("encode", chunk, "encode_states"),
+        ("encode", chunk, "lay_rows"),
         ("checksum", chunk, "_checksum"),
         ("spool write", entries, "write"),
         ("spool read", Spool, "read_chunk"),
@@ -34,10 +36,13 @@ _PLACES: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("socket receive", zmq.Socket, "recv_multipart"),
         ("checksum", chunk, "_checksum"),
         ("decode", chunk, "decode_states"),
+        ("decode", chunk, "decode_placed"),
+        ("file read", FrameAt, "read"),
         ("check", Check, "_add"),
     ),
 }
-"""Stage, and the function that it is."""
+"""Stage, and the function that it is. On the same host the checksum is taken between the pieces of
+a read, and counts as decoding."""
 
 
 class _Clock(threading.local):
