@@ -85,10 +85,10 @@ test-sglang: venv sglang
 	@$(PY) -m pytest -q tests/sglang_engine $(ARGS)
 
 # As root, about two hours for a thousand: make chaos N=300 SEED=7 breaks that many things. SOURCE is
-# generated, archived or replayed; each in turn unless given.
+# generated, archived or replayed; each in turn unless given. LINK=local: all on one host.
 .PHONY: chaos
 chaos: venv
-	@PYTHONPATH=tests:tests/system $(PY) -m chaos --dir runs/chaos --faults $(or $(N),1000) $(if $(SEED),--seed $(SEED)) $(if $(SOURCE),--source $(SOURCE))
+	@PYTHONPATH=tests:tests/system $(PY) -m chaos --dir runs/chaos --faults $(or $(N),1000) $(if $(SEED),--seed $(SEED)) $(if $(SOURCE),--source $(SOURCE)) $(if $(LINK),--link $(LINK))
 
 # ARGS=--quick moves next to nothing, ARGS=--matrix everything.
 .PHONY: bench

@@ -18,6 +18,7 @@ from chaos.relay import Relay
 from chaos.schedule import Happened, overlaps
 
 FAULTS = 45
+LOCAL_FAULTS = 12
 SEED = os.environ.get("CHAOS_SEED", "1")
 LIMIT_SECONDS = 540
 """On two cores that other tests share; alone it takes less than half of it."""
@@ -49,6 +50,23 @@ def test_samples_count_once_whatever_is_killed_cut_filled_flipped_or_replaced(
     assert report["overlaps"]
     # Two decks of all kinds at most are dealt; one that finds nothing to break is not counted.
     assert len(report["faults"]) > len(KINDS) // 2
+
+
+@pytest.mark.timeout(LIMIT_SECONDS)
+def test_samples_count_once_on_one_host_too(tmp_path: Path) -> None:
+    """Where nodes read the producers' files, which are truncated, flipped and freed meanwhile."""
+    if reason := hosts.missing():
+        pytest.skip(reason)
+    options = ["--link", "local", "--faults", str(LOCAL_FAULTS), "--seed", SEED, "--dir", "runs"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "chaos", *options, "--source", "generated"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS - 60,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_run_in_which_every_sample_counts_once_passes_the_audit() -> None:

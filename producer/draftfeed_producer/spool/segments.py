@@ -175,8 +175,14 @@ class Segment:
         return os.dup(self._fd)
 
     def unlink(self) -> None:
-        self.close()
-        self.path.unlink()
+        """Its blocks are free at once: a member of this host that still has it open would keep them
+        for as long as it does. An archive that has the file too keeps it as it is."""
+        try:
+            self.path.unlink()
+            if not os.fstat(self._fd).st_nlink:
+                os.ftruncate(self._fd, 0)
+        finally:
+            self.close()
         sync_directory(self.path.parent)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from chaos import hosts
 from chaos.episode import Result, run
-from chaos.plan import SOURCES, Source, draw
+from chaos.plan import SOURCES, Link, Source, draw
 from chaos.schedule import counts, overlaps
 
 FAULTS_PER_EPISODE = 15
@@ -30,10 +30,12 @@ def main() -> int:
         os.execvp("unshare", hosts.shelter([*again, "--seed", str(options.seed)]))
     directory: Path = options.dir / f"seed{options.seed}"
     sources = [options.source] if options.source else SOURCES
-    return _campaign(options.faults, options.seed, sources, directory.resolve())
+    return _campaign(options.faults, options.seed, sources, options.link, directory.resolve())
 
 
-def _campaign(faults: int, seed: int, sources: Sequence[Source], directory: Path) -> int:
+def _campaign(
+    faults: int, seed: int, sources: Sequence[Source], link: Link, directory: Path
+) -> int:
     rng = random.Random(seed)
     results: list[Result] = []
     shutil.rmtree(directory, ignore_errors=True)
@@ -41,7 +43,8 @@ def _campaign(faults: int, seed: int, sources: Sequence[Source], directory: Path
         of = min(FAULTS_PER_EPISODE, left)
         number = len(results)
         source = sources[number % len(sources)]
-        plan = draw(rng.randrange(1 << 31), of, producers=1 + number % 2, source=source)
+        producers = 1 + number % 2
+        plan = draw(rng.randrange(1 << 31), of, producers, source=source, link=link)
         episode = directory / f"episode{len(results)}"
         say(f"episode {len(results)} of seed {seed}, {faults - left} of {faults} faults: {plan}")
         results.append(run(plan, episode, say))
@@ -106,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 31))
     parser.add_argument("--source", choices=SOURCES, help="of samples; default: each in turn")
+    parser.add_argument("--link", choices=["tcp", "local"], default="tcp", help="to the producers")
     parser.add_argument("--dir", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--sheltered", action="store_true", help=argparse.SUPPRESS)
     return parser

@@ -48,6 +48,10 @@ def _broken(world: World, schedule: Schedule) -> list[str]:
         _let_it_end(world, schedule)
     except Broken as error:
         return [str(error)]
+    if world.plan.link == "local" and not any(
+        one.read_files for one in (*world.old, world.current)
+    ):
+        return ["samples came over the network to a node on the producers' host"]
     last = world.last_checkpoint()
     terminal = world.terminal()
     found = audit.faults(audit.expected(world.plan), last.counts, last.digests, terminal)

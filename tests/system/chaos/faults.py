@@ -94,6 +94,8 @@ def producer_and_trainer(world: World, rng: random.Random) -> set[str]:
 
 
 def a_link(world: World, rng: random.Random) -> set[str]:
+    if world.plan.link == "local":
+        return set()
     return {f"link {rng.choice([hosts.PRODUCERS, world.current.host])}"}
 
 
@@ -102,7 +104,7 @@ def a_disk(world: World, rng: random.Random) -> set[str]:
 
 
 def the_wire(world: World, rng: random.Random) -> set[str]:
-    return {"wire"}
+    return {"wire"} if world.plan.link == "tcp" else set()
 
 
 def wire_and_trainer(world: World, rng: random.Random) -> set[str]:

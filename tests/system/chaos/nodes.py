@@ -97,6 +97,7 @@ class Process:
 
     def __init__(self, name: str, host: str, directory: Path) -> None:
         self.name, self.host, self.directory = name, host, directory
+        self.network = host
         self.stopped = self.killed = False
         self._popen: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True)
@@ -105,7 +106,7 @@ class Process:
         assert self.code is not None or self._popen is None, f"{self.name} runs"
         with (self.directory / "log").open("ab") as log:
             self._popen = subprocess.Popen(
-                hosts.on(self.host, [COMMAND, *arguments]),
+                hosts.on(self.network, [COMMAND, *arguments]),
                 cwd=self.directory,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -261,6 +262,8 @@ class Trainer(Process):
         self, number: int, host: str, plan: Plan, directory: Path, addresses: list[str]
     ) -> None:
         super().__init__(f"trainer{number}@{host}", host, directory / f"trainer{number}")
+        if plan.link == "local":
+            self.network = hosts.PRODUCERS
         self.out = self.directory / "out"
         self.out.mkdir()
         self.without: list[str] = []
@@ -297,6 +300,11 @@ class Trainer(Process):
     @property
     def granted(self) -> bool:
         return bool(self.noted("granted"))
+
+    @property
+    def read_files(self) -> bool:
+        """It was handed those of a producer on its host."""
+        return ", on this host" in (self.directory / "log").read_text(errors="replace")
 
     def saving(self) -> bool:
         """Whether a checkpoint is being made now."""

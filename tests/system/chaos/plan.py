@@ -14,11 +14,16 @@ of an archive alone, twice."""
 SOURCES: tuple[Source, ...] = ("generated", "replayed", "archived")
 
 
+Link = Literal["tcp", "local"]
+"""Training nodes are other hosts; or they are where the producers are, and read their files."""
+
+
 class Plan(NamedTuple):
     seed: int
     faults: int
     producers: int
     source: Source
+    link: Link
     samples: int
     """Lines of the prompt file."""
     fsync: str
@@ -57,7 +62,13 @@ class Plan(NamedTuple):
         return f"{edges[producer]}-{edges[producer + 1] - 1}"
 
 
-def draw(seed: int, faults: int, producers: int, source: Source = "generated") -> Plan:
+def draw(
+    seed: int,
+    faults: int,
+    producers: int,
+    source: Source = "generated",
+    link: Link = "tcp",
+) -> Plan:
     rng = random.Random(seed)
     epochs = 1 if source == "generated" else 2
     return Plan(
@@ -65,10 +76,11 @@ def draw(seed: int, faults: int, producers: int, source: Source = "generated") -
         faults=faults,
         producers=producers,
         source=source,
+        link=link,
         samples=faults * SAMPLES_PER_FAULT // epochs,
         fsync=rng.choice(["always", "interval", "never"]),
         keep_checkpoints=rng.choice([1, 2, 3]),
-        codec=rng.choice(["raw", "zstd", "packed"]),
+        codec=rng.choice(["raw", "zstd", "packed"] if link == "tcp" else ["zstd", "auto"]),
         chunk_bytes=rng.choice([8_000, 20_000, 1_000_000]),
         checkpoint_steps=rng.choice([5, 10, 20]),
         batch_samples=rng.choice([1, 2, 3]),
