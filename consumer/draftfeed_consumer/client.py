@@ -362,6 +362,8 @@ class Client:
         """The frame that a message came with, or where it is to be read."""
         if isinstance(message, m.ChunkAt):
             return line.frame_at(message)
+        if isinstance(message, m.Chunk):
+            line.check_files()
         if isinstance(message, m.Granted) and self._config.same_host:
             line.look_for_files(message)
         return frame

@@ -77,6 +77,12 @@ class Line:
             self._forget_files()
             return Unreachable(message.bytes)
 
+    def check_files(self) -> None:
+        """A chunk came over the connection: has the producer ended the handover?"""
+        if self._files is not None and self._files.over:
+            logger.warning("%s: it hands no more files over", self.address)
+            self._forget_files()
+
     def _forget_files(self) -> None:
         if self._files is not None:
             self._files.close()

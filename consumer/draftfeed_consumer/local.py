@@ -55,6 +55,16 @@ class LocalFiles:
             raise HandoverLost(file.failure)
         return FrameAt(file, message.offset, message.bytes)
 
+    @property
+    def over(self) -> bool:
+        """The producer has closed its end, and nothing lies there any more."""
+        try:
+            return not self._link.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def _receive(self) -> None:
         """One file. It was sent before the chunk that is looked for in it was."""
         try:

@@ -282,6 +282,7 @@ def consumer_snapshot(stream: HiddenStateStream) -> ConsumerSnapshot:
         attached=client.attached,
         term=max((producer.term for producer in client.producers), default=0),
         producers={producer.address: producer.state for producer in client.producers},
+        same_host=[producer.address for producer in client.producers if producer.same_host],
         draining=stream.draining,
         samples=client.samples,
         tokens=client.tokens,

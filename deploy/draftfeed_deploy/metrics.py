@@ -254,6 +254,11 @@ _SENT: tuple[Row[ProducerSnapshot], ...] = (
         lambda now: now.asset_bytes,
     ),
     _gauge("members", "Ranks that have a session.", lambda now: len(now.members)),
+    _gauge(
+        "same_host_members",
+        "Of these, those that read the spool's files; their bytes count as if they were sent.",
+        lambda now: len(now.same_host),
+    ),
     _gauge("term", "Rises when another consumer takes the stream.", lambda now: now.term),
     _counter("swaps", "Consumers that took it from one that was attached.", lambda now: now.swaps),
     _counter("commits", "Durable checkpoints of the trainer.", lambda now: now.commits),
@@ -354,6 +359,12 @@ PRODUCER = (*_MADE, *_SENT, *_KEPT, *_RIGHT, *_ARCHIVED)
 _RECEIVED: tuple[Row[ConsumerSnapshot], ...] = (
     _gauge("attached", "1 when every producer that must be there is.", lambda now: now.attached),
     _gauge("link", "The link to a producer: 1 for its state.", _links, "producer", "state"),
+    _gauge(
+        "same_host",
+        "1 when a producer's files are read, which counts as received from it.",
+        lambda now: {address: address in now.same_host for address in now.producers},
+        "producer",
+    ),
     _gauge("term", "The term in which the stream was granted.", lambda now: now.term),
     _gauge("done", "1 when it has trained and committed all there is.", lambda now: now.done),
     _gauge("draining", "1 when it is ending with everything committed.", lambda now: now.draining),

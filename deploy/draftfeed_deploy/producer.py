@@ -173,6 +173,7 @@ def producer_snapshot(
         alarm="; ".join(filter(None, _alarms(statistics))),
         term=server.term if server else 0,
         members=list(server.members) if server else [],
+        same_host=list(server.same_host) if server else [],
         leased=server.leased if server else 0,
         spooled=figures.spooled,
         committed=spool.committed if spool else 0,

@@ -135,7 +135,7 @@ def _consumer_rows(now: ConsumerSnapshot, rates: Rates) -> list[Row]:
 
 def _members(now: ProducerSnapshot) -> str:
     ranks = f" ({', '.join(now.members)})" if now.members else ""
-    names = f"{len(now.members) or 'none'} attached{ranks}"
+    names = f"{len(now.members) or 'none'} attached{ranks}{_here(len(now.same_host))}"
     return f"{names}, term {now.term}" if now.term else names
 
 
@@ -144,7 +144,12 @@ def _link(now: ConsumerSnapshot) -> str:
     count = f" to {sum(here)} of {len(here)} producers" if len(here) > 1 else ""
     if not now.attached:
         return f"attached{count}" if any(here) else "waiting for the producer"
-    return f"attached{count}, term {now.term}{', draining' * now.draining}"
+    draining = ", draining" * now.draining
+    return f"attached{count}{_here(len(now.same_host))}, term {now.term}{draining}"
+
+
+def _here(links: int) -> str:
+    return ", on this host" if links == 1 else f", {links} on this host" if links else ""
 
 
 def _stream(now: Snapshot, rates: Rates) -> str:

@@ -55,6 +55,8 @@ class ProducerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Rises when another consumer takes the stream."""
     members: list[str] = []
     """Ranks that have a session."""
+    same_host: list[str] = []
+    """Of these, those that read the spool's files; their bytes count as if they were sent."""
     leased: Count = 0
     spooled: Count = 0
     """In the spool, and nobody has them."""
@@ -122,6 +124,8 @@ class ConsumerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     term: Count = 0
     producers: dict[str, str] = {}
     """Address -> "down", "linked", "fenced", "granted", "open", "done" or "out"."""
+    same_host: list[str] = []
+    """Addresses of those whose files are read here."""
     draining: bool = False
     samples: Count
     tokens: Count

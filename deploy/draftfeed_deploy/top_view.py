@@ -208,6 +208,7 @@ def _producer(document: Document) -> Seen | None:
     )
     names = " ".join(state.members[:MEMBERS_SHOWN])
     members = f"members {names}" if state.members else "no members"
+    members += " (same host)" if state.same_host else ""
     words = f"  term {state.term}, commit {_seconds(state.commit_age_seconds)} ago, {members}"
     return Seen(document.state, figures, words, DIM if state.members else WARNING)
 
@@ -226,6 +227,7 @@ def _consumer(document: Document) -> Seen | None:
     away = [f"{name} {link}" for name, link in state.producers.items() if link not in LINKED]
     words = f"  term {state.term}, step {state.step:,}{_loss(state)}, "
     words += f"{state.uncommitted:,} uncommitted"
+    words += ", same host" if state.same_host else ""
     words += f"; {', '.join(away)}" if away else ""
     style = BAD if state.loss_lost else WARNING if away else DIM
     return Seen(_attached(state), figures, words, style)

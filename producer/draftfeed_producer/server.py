@@ -88,6 +88,8 @@ class ServerStatistics(NamedTuple):
     turn_seconds: float
     """Since the server's loop last came round; more than a few say that it hangs."""
     figures: DeliveryFigures
+    same_host: tuple[str, ...] = ()
+    """Of the members, those that read the spool's files."""
 
 
 class Server:
@@ -134,6 +136,7 @@ class Server:
         self._closing: str | None = None
         self._closed = threading.Event()
         self._wire_bytes = self._asset_bytes = 0
+        self._same_host: tuple[str, ...] = ()
         self._figures = Figures(delivery.stock, time.monotonic())
         self._figures_now = DeliveryFigures()
         self._figures_due = 0.0
@@ -217,6 +220,7 @@ class Server:
             self._asset_bytes,
             max(0.0, time.monotonic() - self._turned_at),  # it may be set in between
             self._figures_now,
+            self._same_host,
         )
 
     def _wake(self) -> None:
@@ -268,10 +272,11 @@ class Server:
     def _look_for_local(self) -> None:
         """Members of this host. What is generated for them alone need not be small."""
         members = self._delivery.fencing.attached.values()
-        sessions = [member.session.name for member in members if member.session is not None]
+        sessions = {one.session.name: one.name for one in members if one.session is not None}
         self._handover.look(sessions)
-        local = [session in self._handover for session in sessions]
-        self._spool.prefer_rows(bool(local) and all(local))
+        local = sorted(name for session, name in sessions.items() if session in self._handover)
+        self._same_host = tuple(local)
+        self._spool.prefer_rows(0 < len(local) == len(sessions))
 
     def _publish_figures(self) -> None:
         """Others may not look at what this thread changes meanwhile."""

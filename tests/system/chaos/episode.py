@@ -48,9 +48,8 @@ def _broken(world: World, schedule: Schedule) -> list[str]:
         _let_it_end(world, schedule)
     except Broken as error:
         return [str(error)]
-    if world.plan.link == "local" and not any(
-        one.read_files for one in (*world.old, world.current)
-    ):
+    nodes = (*world.old, world.current)
+    if world.plan.link == "local" and not any(node.read_files for node in nodes):
         return ["samples came over the network to a node on the producers' host"]
     last = world.last_checkpoint()
     terminal = world.terminal()
