@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_deploy.conditions import ProducerLook
 from draftfeed_deploy.foreground import on_hangup, on_signal, open_log, watched
 from draftfeed_deploy.lengths import class_of, no_lengths
@@ -70,6 +71,7 @@ class Stopwatch:
 def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -> bool:
     """Whether every prompt became terminal before a signal. Raises ProducerError, OutputError,
     StatusBindError."""
+    keep_chunks_mapped()
     with ExitStack() as stack:
         status = stack.enter_context(Status(config.status))
         generated = Generated(open_log(stack, run_dir, "samples.jsonl"))
