@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from draftfeed_consumer.errors import BufferTooSmall
-from draftfeed_consumer.memory import Slabs
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import Sample, decoded_bytes
+from draftfeed_proto.slabs import Slabs
 
 STEP_SECONDS = 0.2
 

@@ -125,7 +125,7 @@ class Server:
         self._gone: deque[bytes] = deque()
         """Members that were found gone, whose sessions are to end."""
         self._dropping = False
-        self._unsent: dict[SendChunk, bytes] = {}
+        self._unsent: dict[SendChunk, bytes | memoryview] = {}
         """Frames that a pipe did not take, by what is to be sent."""
         self._due: deque[bytes] = deque()
         """Members that more could be sent to when the last turn was over."""
@@ -277,6 +277,7 @@ class Server:
         local = sorted(name for session, name in sessions.items() if session in self._handover)
         self._same_host = tuple(local)
         self._spool.prefer_rows(0 < len(local) == len(sessions))
+        self._spool.keep_fresh(len(local) < len(sessions))
 
     def _publish_figures(self) -> None:
         """Others may not look at what this thread changes meanwhile."""
@@ -561,12 +562,12 @@ class Server:
             self._count_chunk(action)
         return True
 
-    def _read_chunk(self, action: SendChunk) -> bytes:
+    def _read_chunk(self, action: SendChunk) -> bytes | memoryview:
         if action.message.index == 0:
             self._read_ahead(action.sender)
         return self._spool.read_chunk(action.message.id, action.message.index)
 
-    def _keep_unsent(self, action: SendChunk, frame: bytes) -> None:
+    def _keep_unsent(self, action: SendChunk, frame: bytes | memoryview) -> None:
         """Where the link is full it is tried again at once, and would be read again each time."""
         self._unsent[action] = frame
         if len(self._unsent) > MAX_UNSENT:
@@ -585,7 +586,7 @@ class Server:
             header, index = stock[action.message.id], action.message.index
             self._figures.sent_chunk(member.name, header, index)
 
-    def _send(self, sender: bytes, frames: list[bytes], read_bytes: int = 0) -> bool:
+    def _send(self, sender: bytes, frames: list[bytes | memoryview], read_bytes: int = 0) -> bool:
         """False when the peer is gone. Raises zmq.Again when its pipe is full.
 
         read_bytes: what the member reads itself; it counts as if it were sent."""

@@ -1,39 +1,49 @@
 """The way out: samples as frames, in memory that is used again."""
 
+import mmap
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, wait
-from itertools import cycle
+
+import numpy as np
 
 from draftfeed_proto import chunk
 from draftfeed_proto.codecs import Chooser
 from draftfeed_proto.limits import MAX_CHUNK_BYTES
 from draftfeed_proto.sample import DEFAULT_CHUNK_BYTES, Sample, row_blocks
+from draftfeed_proto.slabs import Slabs
 from draftfeed_proto.workers import INLINE, Workers
 
 
 class Encoder:
     """Encodes one sample after the other, a few chunks ahead of whoever takes them.
 
-    Memory is taken once: a buffer for each thread, and one for the frame that is being read.
+    A frame's memory is used again when nobody refers to it any more.
     """
 
     def __init__(
-        self, codec: Chooser, chunk_bytes: int = DEFAULT_CHUNK_BYTES, threads: int = 1
+        self,
+        codec: Chooser,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        threads: int = 1,
+        kept_bytes: int = 0,
     ) -> None:
+        """kept_bytes: of frames that are referred to beside those that are made and read."""
         self._codec = codec
         self._chunk_bytes = min(chunk_bytes, MAX_CHUNK_BYTES)
         self._workers = Workers(threads)
-        self._buffers = [memoryview(b"")] * (1 + self._workers.ahead)
+        frame_bytes = chunk.frame_bytes(self._chunk_bytes) + mmap.PAGESIZE
+        self._slabs = Slabs(kept_bytes + (2 + self._workers.ahead) * frame_bytes)
         self._busy = False
 
     def frames(
         self, sample: Sample, *, as_rows: bool = False
     ) -> Generator[memoryview | chunk.Apart, None, None]:
-        """The sample's frames in order: tokens first, then states by rows. Each is valid until the
-        next is asked for.
+        """The sample's frames in order: tokens first, then states by rows. Each is the caller's
+        to keep.
 
-        as_rows: in the codec `rows`, and not in the one that was chosen.
+        as_rows: in the codec `rows`, and not in the one that was chosen; these are the sample's
+        own memory.
 
         Read them all or close the iterator: only then may the states change, and another sample's
         frames be asked for.
@@ -59,21 +69,14 @@ class Encoder:
         states = sample.hidden_states
         # A sample of one chunk gains nothing from another thread.
         workers = self._workers if states.nbytes > self._chunk_bytes else INLINE
-        buffers = cycle(self._buffers_for(sample))
         for first, rows in row_blocks(states, self._chunk_bytes):
-            work = (rows, first, self._codec, next(buffers))
+            buffer = self._slabs.empty((chunk.frame_bytes(rows.nbytes),), np.uint8)
+            work = (rows, first, self._codec, buffer.data)
             pending.append(workers.submit(chunk.encode_states, *work))
             if len(pending) > workers.ahead:
                 yield _next(pending)
         while pending:
             yield _next(pending)
-
-    def _buffers_for(self, sample: Sample) -> list[memoryview]:
-        _, layers, hidden = sample.hidden_states.shape
-        size = chunk.frame_bytes(max(self._chunk_bytes, 2 * layers * hidden))
-        if len(self._buffers[0]) < size:
-            self._buffers = [memoryview(bytearray(size)) for _ in self._buffers]
-        return self._buffers
 
 
 def _next(pending: "deque[Future[memoryview]]") -> memoryview:

@@ -81,7 +81,7 @@ class ArchivedSpool(Spool):
         """Or shelved."""
         return super().finished(id) or id in self._shelved
 
-    def read_chunk(self, id: SampleId, index: int) -> bytes:
+    def read_chunk(self, id: SampleId, index: int) -> bytes | memoryview:
         """Empty when what there was of it has gone, for it was damaged: whoever gets that refuses
         it, and it is made again. Raises KeyError when it is terminal."""
         if self._is_here(id):

@@ -12,6 +12,7 @@ import msgspec
 
 from draftfeed_producer.spool.control import Void
 from draftfeed_producer.spool.directory import segment_paths
+from draftfeed_producer.spool.fresh import Fresh
 from draftfeed_producer.spool.segments import (
     Damage,
     HeaderOf,
@@ -49,6 +50,7 @@ class Samples:
         self._dirty: Segment | None = None
         """Written to since the last sync; one that is full is synced before another begins."""
         self._synced_at = time.monotonic()
+        self.fresh = Fresh()
 
     def load(self, voids: Mapping[tuple[int, int], Void]) -> list[Damage]:
         """Index what is on the disk, but for the records that are void; returns what is damaged.
@@ -84,13 +86,14 @@ class Samples:
             segment = self._writable()
             if ahead:
                 segment.reserve(min(AHEAD_BYTES, self._segment_bytes))
-            record = segment.append(frames, header_of)
+            record = segment.append(self.fresh.passing(frames), header_of)
             self._dirty = segment
             full = not self._appendable(segment)
             if full or self._fsync == "always":
                 self.sync()
             if full:
                 segment.seal()
+            self.fresh.written(record)
             with self.changed:
                 self._records[record.header.id] = record
         finally:
@@ -112,8 +115,12 @@ class Samples:
         """Raises KeyError when it is not here."""
         return self._records[id]
 
-    def read_chunk(self, id: SampleId, index: int) -> bytes:
+    def read_chunk(self, id: SampleId, index: int) -> bytes | memoryview:
         record = self._records[id]
+        fresh = self.fresh.take(record, index)
+        return self._stored_chunk(record, index) if fresh is None else fresh
+
+    def _stored_chunk(self, record: Record, index: int) -> bytes:
         return self._segments[record.segment].read_chunk(record, index)
 
     def frame_place(self, id: SampleId, index: int) -> Place:
@@ -123,8 +130,9 @@ class Samples:
     def whole(self, id: SampleId) -> bool:
         if id not in self._records:
             return False
-        chunks = range(self._records[id].header.chunks)
-        return not any(frame_fault(self.read_chunk(id, index)) for index in chunks)
+        record = self._records[id]
+        chunks = range(record.header.chunks)
+        return not any(frame_fault(self._stored_chunk(record, index)) for index in chunks)
 
     def force(self, segment: int) -> None:
         """Have a segment on the disk now, whatever the policy: its places are about to be named."""

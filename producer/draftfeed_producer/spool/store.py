@@ -22,6 +22,7 @@ from draftfeed_producer.spool.directory import (
     lock,
     segment_paths,
 )
+from draftfeed_producer.spool.fresh import FRESH_BYTES
 from draftfeed_producer.spool.samples import AHEAD_BYTES, Samples
 from draftfeed_producer.spool.segments import Damage, Place, Record, Segment
 from draftfeed_producer.spool.space import Space
@@ -61,7 +62,9 @@ class Spool:
         when its control log is, SpoolError when the directory cannot be used.
         """
         self._config = config
-        self._encoder = Encoder(config.chooser, config.chunk_bytes, config.encode_threads)
+        self._encoder = Encoder(
+            config.chooser, config.chunk_bytes, config.encode_threads, kept_bytes=FRESH_BYTES
+        )
         self._as_rows = False
         self._space = Space(config)
         self._epochs = shards.epochs
@@ -139,7 +142,12 @@ class Spool:
             if id not in self._committed and id not in self._state.tombstones:
                 yield record
 
-    def read_chunk(self, id: SampleId, index: int) -> bytes:
+    def keep_fresh(self, wanted: bool) -> None:
+        """Whether somebody will soon ask `read_chunk` for what is generated now. Any thread may
+        say so."""
+        self._samples.fresh.wanted = wanted
+
+    def read_chunk(self, id: SampleId, index: int) -> bytes | memoryview:
         """Raises KeyError when the sample is not here."""
         return self._samples.read_chunk(id, index)
 

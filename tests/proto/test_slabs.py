@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftfeed_consumer.memory import Slabs
+from draftfeed_proto.slabs import Slabs
 
 PAGE = mmap.PAGESIZE
 
