@@ -19,6 +19,8 @@ TOKENS = 100
 END_SECONDS = 180.0
 SETTLE_SECONDS = 2.0
 """After the last process has attached, and after the first samples."""
+SPARE_SECONDS = 6.0
+"""Of samples that are made beside those that are looked at."""
 
 PRODUCER = """
 [engine]
@@ -140,7 +142,7 @@ class _Run:
     def __init__(self, children: Children, plan: Plan) -> None:
         self._children, self._plan, self._directory = children, plan, children.directory
         self._tokens = TOKENS * plan.times_longer
-        whole = plan.seconds + 2 * SETTLE_SECONDS
+        whole = plan.seconds + SETTLE_SECONDS + SPARE_SECONDS
         wanted = plan.megabytes_per_second * 1e6 * whole / (self._tokens * ROW_BYTES)
         self._shard_size = max(1, round(wanted / plan.producers))
         self.samples = self._shard_size * plan.producers
@@ -194,12 +196,14 @@ class _Run:
         self._wait(self._plan.idle_seconds)
         idle_end = self._look()
         (self._directory / "go").touch()
-        first = self._plan.members * min(4, self.samples // self._plan.members // 4)
+        first = min(self._plan.members, self.samples // 4)
         self._children.until(lambda: self._received() >= first, "the first samples are there")
         self._wait(SETTLE_SECONDS)
         begin = self._look()
         self._wait(self._plan.seconds)
         end = self._look()
+        if self._received() == self.samples:
+            raise SystemExit("all samples were trained before the time was over")
         memory = [[self._memory(one) for one in some] for some in (self._producers, self._members)]
         processes = [*self._producers, *self._members]
         self._children.until(lambda: all(p.poll() is not None for p in processes), "all have ended")

@@ -64,29 +64,32 @@ def costs_of(measured: dict[str, Any]) -> Costs:
     """Of each stage: what a GB takes is what is left of 1x1 when samples are long; the rest of 1x1
     goes by samples, and what is more with many nodes at the other side by samples and nodes."""
     cells = measured["summary"]
-    short, long, wide, tall = (cells.get(name) for name in ("1x1", "1x1L", "32x1", "1x8"))
+    short, long = cells["1x1"], cells["1x1L"]
+    wide = max((c for c in cells.values() if c["members"] == 1), key=lambda c: c["producers"])
+    tall = max((c for c in cells.values() if c["producers"] == 1), key=lambda c: c["members"])
     synthetic = measured["setup"]["synthetic_seconds_per_gb"]
 
-    def of(stage: str, peers: dict[str, Any] | None, count: int) -> Cost:
-        at_short, at_long = _per_gb(short, stage), _per_gb(long, stage)
+    def of(stage: str, peers: dict[str, Any] = short, count: int = 1) -> Cost:
+        at_short, at_long = _busy_per_gb(short, stage), _busy_per_gb(long, stage)
         if stage == "make":  # a target makes them, elsewhere
             at_short, at_long = (max(0.0, cost - synthetic) for cost in (at_short, at_long))
         small, large = _sample_gb(short), _sample_gb(long)
         per_sample = max(0.0, (at_short - at_long) / (1 / small - 1 / large))
         per_gb = max(0.0, at_short - per_sample / small)
         per_peer = 0.0
-        if peers is not None:
-            per_peer = max(0.0, _busy_per_gb(peers, stage) - at_short) * _sample_gb(peers)
-            per_peer /= count - 1
+        if count > 1:
+            more = _busy_per_gb(peers, stage) - _busy_per_gb(short, stage)
+            per_peer = max(0.0, more) * _sample_gb(peers) / (count - 1)
         return Cost(per_gb, max(0.0, per_sample - per_peer), per_peer)
 
+    producers, members = wide["producers"], tall["members"]
     return Costs(
-        make=of("make", None, 1),
-        server=of("server", tall, 8),
-        send=of("send", tall, 8),
-        receive=of("receive", wide, 32),
-        client=of("client", wide, 32),
-        decode=of("decode", None, 1),
+        make=of("make"),
+        server=of("server", tall, members),
+        send=of("send", tall, members),
+        receive=of("receive", wide, producers),
+        client=of("client", wide, producers),
+        decode=of("decode"),
     )
 
 
@@ -140,7 +143,8 @@ was at hand that makes so many. This page is computed: a discrete-event simulati
 `benchmarks/simulate.py` writes it.
 """
 CHECKED = """Each cell that was measured, simulated with the same rate and on as many cores. Costs \
-were fitted to 1x1, 1x1L (samples eight times as long), 32x1 and 1x8; the others say whether it \
+were fitted to 1x1, 1x1L (samples eight times as long), and those with most nodes at one side and \
+one at the other; the others say whether it \
 carries over. CPU is of delivery: without making samples, which on a GPU node is the target's \
 work, and without what the processes use when nothing is sent.
 """

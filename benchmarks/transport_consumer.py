@@ -9,7 +9,7 @@ from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.ranks import Ranks
 from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
 from transport_check import Check
-from transport_orders import Order, Talk
+from transport_orders import LOOPBACK, Order, Talk
 from transport_states import StateSet
 
 BUFFERED_SAMPLES = 8
@@ -57,6 +57,7 @@ def _stream(order: Order, states: StateSet) -> HiddenStateStream:
     keys = order.keys
     producer = ClientConfig(
         addresses=tuple(order.addresses),
+        insecure=keys is None and order.host != LOOPBACK,
         key=None if keys is None else keys / "clients" / "consumer.secret",
         server_key=None if keys is None else keys / "producers.pub",
         same_host=order.same_host,

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+LOOPBACK = "127.0.0.1"
+
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """For one end."""
@@ -35,6 +37,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     keys: Path | None = None
     """Directory with both pairs; None: no encryption."""
     same_host: bool = False
+    host: str = LOOPBACK
+    """Where producers listen."""
     rendezvous: str = ""
     """Address on which several consumers find each other."""
     corrupt: bool = False

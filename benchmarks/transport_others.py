@@ -28,7 +28,7 @@ class Announced:
     """Words to each consumer about samples that it may fetch, a few ahead of it."""
 
     def __init__(self, order: Order) -> None:
-        self._lines = Lines(order.consumers)
+        self._lines = Lines(order)
         self.address = self._lines.address
 
     def await_consumers(self) -> None:
@@ -126,9 +126,9 @@ class GrpcSource:
         handler = grpc.unary_stream_rpc_method_handler(self._take)
         handlers = grpc.method_handlers_generic_handler(service, {method: handler})
         self._server.add_generic_rpc_handlers((handlers,))
-        port = self._server.add_insecure_port("127.0.0.1:0")
+        port = self._server.add_insecure_port(f"{order.host}:0")
         self._server.start()
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"{order.host}:{port}"
 
     def await_consumers(self) -> None:
         """Each asks for its stream."""

@@ -52,11 +52,11 @@ def pieces_of(data: memoryview, size: int = PIECE_BYTES) -> list[memoryview]:
 class Lines:
     """One TCP connection to each consumer."""
 
-    def __init__(self, consumers: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+    def __init__(self, order: Order) -> None:
+        self._listener = socket.create_server((order.host, 0))
+        self.address = f"{order.host}:{self._listener.getsockname()[1]}"
         self._links: dict[int, socket.socket] = {}
-        self._consumers = consumers
+        self._consumers = order.consumers
 
     def await_all(self) -> list[socket.socket]:
         """In the order of the consumers."""
@@ -86,7 +86,7 @@ def dial(address: str, number: int) -> socket.socket:
 class TcpSource:
     def __init__(self, order: Order, states: StateSet) -> None:
         self._data = bytes_of(states)
-        self._lines = Lines(order.consumers)
+        self._lines = Lines(order)
         self.address = self._lines.address
 
     def await_consumers(self) -> None:
@@ -127,7 +127,7 @@ class ZmqSource:
                 own = _key_pair(order.keys / "producers.secret")
                 push.setsockopt(zmq.CURVE_SERVER, 1)
                 push.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
-            push.bind("tcp://127.0.0.1:*")
+            push.bind(f"tcp://{order.host}:*")
         self.address = " ".join(push.get_string(zmq.LAST_ENDPOINT) for push in self._sockets)
 
     def await_consumers(self) -> None:

@@ -15,7 +15,7 @@ from draftfeed_producer.sources import PromptSource
 from draftfeed_producer.spool import SpoolConfig
 from draftfeed_proto.ids import SampleId
 from draftfeed_proto.sample import LayerCounters, Sample
-from transport_orders import Order, Talk
+from transport_orders import LOOPBACK, Order, Talk
 from transport_states import StateSet
 
 LAYERS = 64
@@ -36,7 +36,8 @@ def serve(order: Order, states: StateSet, talk: Talk) -> None:
         ),
         spool=SpoolConfig(dir=order.directory / "spool", shards=str(order.number)),
         server=ServerConfig(
-            bind="tcp://127.0.0.1:*",
+            bind=f"tcp://{order.host}:*",
+            insecure=keys is None and order.host != LOOPBACK,
             key=None if keys is None else keys / "producers.secret",
             clients=() if keys is None else (keys / "clients",),
             same_host=order.same_host,

@@ -18,7 +18,7 @@ import msgspec
 from children import free_port
 from draftfeed_deploy.keygen import write_pair
 from rounds import cpu_seconds
-from transport_orders import Order
+from transport_orders import LOOPBACK, Order
 
 END = Path(__file__).with_name("transport_end.py")
 TIMEOUT_SECONDS = 300.0
@@ -78,8 +78,24 @@ class Damaged(Exception):
     """What arrived is not what was sent."""
 
 
+class Hosts(NamedTuple):
+    """Where the ends are: on this machine unless told otherwise."""
+
+    address: str = LOOPBACK
+    """Of the producers."""
+    enter: dict[str, tuple[str, ...]] = {}  # noqa: RUF012 - nobody changes it
+    """By role, the command that runs another one there."""
+
+
 def run(
-    cell: Cell, amount: Amount, states: Path, directory: Path, *, corrupt: bool, stages: bool
+    cell: Cell,
+    amount: Amount,
+    states: Path,
+    directory: Path,
+    hosts: Hosts = Hosts(),  # noqa: B008 - it never changes
+    *,
+    corrupt: bool = False,
+    stages: bool = False,
 ) -> dict[str, Passage]:
     """By what is measured: `live`, and for draftfeed `stored`, when all of it lies in spools.
 
@@ -104,11 +120,12 @@ def run(
             shared=shared,
             keys=keys,
             same_host=cell.same_host,
+            host=hosts.address,
             rendezvous=f"tcp://127.0.0.1:{free_port()}",
             corrupt=corrupt,
             stages=stages,
         )
-        session = Session(cell, order)
+        session = Session(cell, order, hosts)
         stack.callback(session.close)
         return session.run()
 
@@ -116,9 +133,9 @@ def run(
 class Session:
     """Owns the processes."""
 
-    def __init__(self, cell: Cell, order: Order) -> None:
+    def __init__(self, cell: Cell, order: Order, hosts: Hosts) -> None:
         """order: what is the same for all of them."""
-        self._cell, self._order = cell, order
+        self._cell, self._order, self._hosts = cell, order, hosts
         self._events: queue.SimpleQueue[tuple[_End, dict[str, Any]]] = queue.SimpleQueue()
         self._heard: dict[str, list[tuple[_End, dict[str, Any]]]] = defaultdict(list)
         self._ends: list[_End] = []
@@ -159,7 +176,7 @@ class Session:
         )
         with (directory / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, str(END), order.words()],
+                [*self._hosts.enter.get(role, ()), sys.executable, str(END), order.words()],
                 cwd=directory,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
