@@ -13,8 +13,7 @@ from transport_states import StateSet, load
 def main() -> int:
     order = order_of(sys.argv[1])
     talk = Talk()
-    if order.role == "consumer":
-        keep_chunks_mapped()  # as `draftfeed consumer` does
+    keep_chunks_mapped()  # as both of `draftfeed`'s services do
     states = load(order.states)
     if order.corrupt and order.role == "producer":
         states.samples[0].view("u2")[0, 0, 0] ^= 1

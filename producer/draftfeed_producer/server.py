@@ -70,6 +70,8 @@ RESTOCK_SAMPLES = 128
 CHECKPOINT_FILL = 0.7
 """Of the quota. Two checkpoints may have to be made before anything is freed."""
 STORE_RETRY_SECONDS = 0.5
+DISK_SECONDS = 0.02
+"""Between looks at how much space is left, which ask the system."""
 
 
 class ServerStatistics(NamedTuple):
@@ -141,7 +143,7 @@ class Server:
         self._figures_now = DeliveryFigures()
         self._figures_due = 0.0
         self._turned_at = time.monotonic()
-        self._ping_due = 0.0
+        self._ping_due = self._disk_due = 0.0
         self._judged_samples = 0
         self.all_terminal = threading.Event()
         self.failure: BaseException | None = None
@@ -605,6 +607,9 @@ class Server:
 
     def _look_after_disk(self) -> None:
         self._spool.sync_when_due()
+        if time.monotonic() < self._disk_due:
+            return
+        self._disk_due = time.monotonic() + DISK_SECONDS
         self._judge_interval()
         spool, paused = self._spool, bool(self._spool.alarm)
         if paused or spool.fill > CHECKPOINT_FILL:
