@@ -100,7 +100,7 @@ def _spool(config: SpoolConfig, descriptor: Descriptor, shards: Shards) -> Itera
 @contextmanager
 def _served(spool: Spool, descriptor: Descriptor, samples: Sequence[Sample]) -> Iterator[str]:
     """The address."""
-    listener = Listener(ServerConfig(bind="tcp://127.0.0.1:*"))
+    listener = Listener(ServerConfig(bind="tcp://127.0.0.1:*", same_host=False))
     ids = IdSet(sample.id for sample in samples)
     largest = max(_decoded_bytes(sample) for sample in samples)
     delivery = Delivery.of(spool, descriptor, ids, max_sample_bytes=largest, now=time.monotonic())

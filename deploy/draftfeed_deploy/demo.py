@@ -84,6 +84,7 @@ audit = true             # a digest of every sample's tensors, compared at the o
 {archive}
 [server]
 bind = {address}
+same_host = false  # as from another machine: packed, over TCP
 """
 
 EPOCHS_TOML = """\
