@@ -32,7 +32,8 @@ class Handover:
         self._strangers: deque[socket.socket] = deque()
         self._members: dict[str, _Member] = {}
         """By session."""
-        self._listener = _listener(name) if on and (name := _name()) else None
+        name = f"draftfeed-{secrets.token_hex(16)}"
+        self._listener = _listener(name) if on else None
         if self._listener is not None:
             self.name = name
 
@@ -124,10 +125,6 @@ class _Member:
 
     def close(self) -> None:
         self._link.close()
-
-
-def _name() -> str:
-    return f"draftfeed-{secrets.token_hex(16)}"
 
 
 def _listener(name: str) -> socket.socket | None:
