@@ -269,7 +269,9 @@ def test_directories_are_forced_to_disk_after_create_rename_and_unlink(
     spool.append(sample(0))
     assert names.count("b") == before + 1
     spool.commit(1, ids(0), term=1)
-    assert names[-2:] == ["control.log", "b"]
+    assert names[-3:] == ["control.log", "b", "00000001.spare"]
+    spool.append(sample(1))
+    assert names[-2:] == ["b", "00000002.seg"]
     spool.close()
 
 

@@ -115,9 +115,9 @@ class Run:
             assert spool.whole(sample(k).id), k
         finished = {k for k in range(SAMPLES) if spool.finished(sample(k).id)}
         assert finished == model.stored | model.committed | model.ended
-        assert spool.statistics().bytes == sum(
-            p.stat().st_size for p in segment_files(self.directory)
-        )
+        sizes = [path.stat().st_size for path in segment_files(self.directory)]
+        # The last may be written over an old file that is longer.
+        assert sum(sizes[:-1]) <= spool.statistics().bytes <= sum(sizes)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -37,19 +37,8 @@ def preallocate(fd: int, size_bytes: int) -> None:
     if fallocate is None:
         return
     refused = fallocate(fd, _KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(size_bytes))
-    if refused:
-        release_spare(fd)  # some file systems keep what they got before the disk was full
-
-
-def release_spare(fd: int) -> None:
-    """Give back the blocks beyond the end of the file."""
-    os.ftruncate(fd, os.fstat(fd).st_size)
-
-
-def spare_bytes(fd: int) -> int:
-    """Blocks that the file has beyond its end."""
-    status = os.fstat(fd)
-    return max(0, status.st_blocks * 512 - status.st_size)
+    if refused:  # some file systems keep what they got before the disk was full
+        os.ftruncate(fd, os.fstat(fd).st_size)
 
 
 def free_bytes(directory: Path) -> int:

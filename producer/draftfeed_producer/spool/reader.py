@@ -15,6 +15,7 @@ from draftfeed_producer.spool.control_log import KEEP_ALL, read_control
 from draftfeed_producer.spool.directory import CONTROL_LOG, read_owner, segment_paths
 from draftfeed_producer.spool.samples import is_void
 from draftfeed_producer.spool.segments import Damage, Record, scan_records
+from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import Shards
 from draftfeed_proto.sample import Assembler, Sample
 
@@ -71,8 +72,12 @@ class Reader:
         Raises SpoolError for what a newer version wrote, and when it cannot be read.
         """
         with _opened(segment.path) as fd:
-            if fd is not None:
-                yield from scan_records(fd, segment.number, verify=False, sealed=not segment.last)
+            if fd is None:
+                return
+            for found in scan_records(fd, segment.number, verify=False, sealed=not segment.last):
+                if not _is_still(segment.path, fd):
+                    return
+                yield found
 
     def records(self) -> Iterator[Record]:
         """Those that count: neither damaged in their form nor void."""
@@ -90,7 +95,8 @@ class Reader:
         deleted the segment. Raises SpoolError when it cannot be read."""
         offset, size = record.chunks[index]
         with _opened(self.path(record)) as fd:
-            return None if fd is None else os.pread(fd, size, offset)
+            frame = b"" if fd is None else os.pread(fd, size, offset)
+            return None if fd is None or not _is_still(self.path(record), fd) else frame
 
     def sample(self, record: Record) -> Sample | None:
         """Reads, checks and decodes it; None when the producer has deleted the segment.
@@ -101,13 +107,27 @@ class Reader:
         with _opened(self.path(record)) as fd:
             if fd is None:
                 return None
-            for offset, size in record.chunks:
-                assembler.add(os.pread(fd, size, offset))
-        return assembler.sample()
+            try:
+                for offset, size in record.chunks:
+                    assembler.add(os.pread(fd, size, offset))
+                return assembler.sample()
+            except ProtoError:
+                if _is_still(self.path(record), fd):
+                    raise
+                return None
 
     def path(self, record: Record) -> Path:
         """Of the segment that it lies in."""
         return self.directory / f"{record.segment:08d}.seg"
+
+
+def _is_still(path: Path, fd: int) -> bool:
+    """Whether what was just read is of the segment: its producer takes a file's name away before
+    it cuts it, or lets another segment be written over it."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from draftfeed_producer.spool.segments import (
     Segment,
     frame_fault,
 )
+from draftfeed_producer.spool.spares import Spares
 from draftfeed_proto.chunk import Apart
 from draftfeed_proto.ids import SampleId
 
@@ -36,6 +37,7 @@ class Samples:
 
     def __init__(self, directory: Path, stream_id: str, segment_bytes: int, fsync: Fsync) -> None:
         self._directory, self._stream_id = directory, stream_id
+        self._spares = Spares(directory)
         self._segment_bytes, self._fsync = segment_bytes, fsync
         self._segments: dict[int, Segment] = {}
         self._records: dict[SampleId, Record] = {}
@@ -57,6 +59,7 @@ class Samples:
 
         Raises OSError, and SpoolError for what a newer version wrote.
         """
+        self._spares.clear()
         paths = segment_paths(self._directory)
         damages: list[Damage] = []
         shared = bool(paths) and paths[-1][1].stat().st_nlink > 1
@@ -177,15 +180,20 @@ class Samples:
                 self._remove(segment)
             return done
 
-    def discard(self, segments: list[Segment]) -> None:
-        """Delete them, and wake who waits for space."""
+    def discard(self, segments: list[Segment], reuse_bytes: int = 0) -> None:
+        """Their files go, and who waits for space is woken. As many are kept for new segments as
+        leave all files together below `reuse_bytes`; 0: none, nor those that were kept before."""
+        if not reuse_bytes:
+            self._spares.clear()
         with ExitStack() as stack:
-            for segment in segments:
-                stack.callback(self._discard, segment)  # each, also when another cannot be deleted
+            for segment in segments:  # each, also when another cannot be deleted
+                stack.callback(self._discard, segment, reuse_bytes)
 
-    def _discard(self, segment: Segment) -> None:
+    def _discard(self, segment: Segment, reuse_bytes: int) -> None:
+        room = self.used_bytes + self._spares.bytes <= reuse_bytes
         try:
-            segment.unlink()
+            if not (room and segment.spare(self._spares, sync=self._fsync != "never")):
+                segment.unlink()
         finally:
             with self.changed:
                 del self._leaving[segment.number]
@@ -212,10 +220,11 @@ class Samples:
 
     @property
     def spare_bytes(self) -> int:
-        """Blocks taken ahead of what is written."""
+        """Blocks that are there to be written to."""
         with self.changed:
             current = self._segments.get(self._number)
-            return current.spare_bytes if current is not None else 0
+            ahead = current.spare_bytes if current is not None else 0
+        return ahead + self._spares.bytes
 
     def sync_when_due(self) -> None:
         due = time.monotonic() - self._synced_at >= FSYNC_INTERVAL_SECONDS
@@ -239,6 +248,7 @@ class Samples:
             current.seal()
         for segment in (*self._segments.values(), *self._leaving.values()):
             segment.close()
+        self._spares.clear()
 
     def _writable(self) -> Segment:
         with self.changed:
@@ -248,7 +258,7 @@ class Samples:
                 return current
         self._number += 1
         path = self._directory / f"{self._number:08d}.seg"
-        segment = Segment.create(path, self._number, self._stream_id)
+        segment = Segment.create(path, self._number, self._stream_id, self._spares.take())
         with self.changed:
             self._segments[self._number] = self._busy = segment
         return segment

@@ -10,12 +10,8 @@ import msgspec
 
 from draftfeed_producer.spool import entries
 from draftfeed_producer.spool.entries import Entry, Kind
-from draftfeed_producer.spool.files import (
-    preallocate,
-    release_spare,
-    spare_bytes,
-    sync_directory,
-)
+from draftfeed_producer.spool.files import preallocate, sync_directory
+from draftfeed_producer.spool.spares import Spares
 from draftfeed_proto import chunk
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import SampleId
@@ -85,10 +81,16 @@ class Segment:
         """Of the samples for which it must be kept."""
 
     @classmethod
-    def create(cls, path: Path, number: int, stream_id: str) -> "Segment":
-        """Raises OSError; no file is left then."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    def create(
+        cls, path: Path, number: int, stream_id: str, spare: Path | None = None
+    ) -> "Segment":
+        """spare: a file to write it over. Raises OSError; no file is left then."""
+        if spare is not None:
+            spare.rename(path)
+        new = os.O_CREAT | os.O_EXCL if spare is None else 0
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | new, 0o644)
         segment = cls(path, number, fd, 0)
+        segment._reserved = os.fstat(fd).st_size
         header = msgspec.msgpack.encode(SegmentHeader(stream_id, number))
         try:
             segment.end = entries.write(fd, 0, Kind.SEGMENT, header)
@@ -120,8 +122,8 @@ class Segment:
 
     @property
     def spare_bytes(self) -> int:
-        """Blocks taken ahead of what is written."""
-        return spare_bytes(self._fd)
+        """Blocks that the file has beyond its end."""
+        return max(0, os.fstat(self._fd).st_blocks * 512 - self.end)
 
     def append(
         self, frames: Iterable[bytes | memoryview | chunk.Apart], header_of: HeaderOf
@@ -167,12 +169,24 @@ class Segment:
         return Place(self.path, *record.chunks[index])
 
     def seal(self) -> None:
-        """Nothing is appended any more: what was taken ahead goes back to the disk."""
-        release_spare(self._fd)
+        """Nothing is appended any more: what lies behind goes back to the disk."""
+        os.ftruncate(self._fd, self.end)
 
     def duplicate(self) -> int:
         """A descriptor of its own, for the caller to close."""
         return os.dup(self._fd)
+
+    def spare(self, spares: Spares, *, sync: bool) -> bool:
+        """Leave the file to new segments, when nobody else has it and all of it can be read. False:
+        it is still there. Raises OSError; it is closed then."""
+        try:
+            kept = os.fstat(self._fd).st_nlink == 1 and spares.keep(self.path, self._fd, sync=sync)
+        except BaseException:
+            self.close()
+            raise
+        if kept:
+            self.close()
+        return kept
 
     def unlink(self) -> None:
         """Its blocks are free at once: a member of this host that still has it open would keep them
@@ -197,7 +211,7 @@ class Segment:
         )
         end = max((entry.end for entry in whole), default=0)
         if end < self.end:
-            logger.warning("%s: cut a torn tail of %d bytes", self.path, self.end - end)
+            logger.warning("%s: cut %d bytes behind its last sample", self.path, self.end - end)
             os.ftruncate(self._fd, end)
             self.end = end
 

@@ -390,7 +390,8 @@ class Spool:
 
     def _dispose(self, segments: list[Segment]) -> None:
         """No checkpoint needs anything of them."""
-        self._samples.discard(segments)
+        others_need_it = self._space.left(self._samples.spare_bytes) < 0
+        self._samples.discard(segments, 0 if others_need_it else self._config.quota_bytes)
 
     def _has_room(self) -> bool:
         samples = self._samples
