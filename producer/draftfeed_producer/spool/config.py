@@ -18,7 +18,8 @@ class SpoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Where the spool lives; made when missing."""
     quota_bytes: int = 64 << 30
     """Generation pauses when the segments reach this size, and goes on when commits free some.
-    What the engine has begun by then is still stored: leave room for one batch more."""
+    What the engine has begun by then is still stored: leave room for one batch more. Files of
+    segments that nobody needs any more are kept within it, for new ones to be written over."""
     min_free_bytes: int = 512 << 20
     """Generation also pauses while the disk has less than this left, whoever uses it."""
     segment_bytes: int = 256 << 20
