@@ -117,7 +117,7 @@ def test_slow_disk_keeps_nobody_from_being_heard(
         producer.generate(range(count))
         read_chunk = producer.spool.read_chunk
 
-        def slowly(id: SampleId, index: int) -> bytes:
+        def slowly(id: SampleId, index: int) -> bytes | memoryview:
             pause.wait(0.01)
             return read_chunk(id, index)
 

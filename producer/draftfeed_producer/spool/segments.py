@@ -283,7 +283,7 @@ def _record(
     return Record(header, number, frames)
 
 
-def frame_fault(frame: bytes) -> str:
+def frame_fault(frame: bytes | memoryview) -> str:
     """What is wrong with a chunk frame; empty when nothing is."""
     try:
         chunk.verify(frame)
