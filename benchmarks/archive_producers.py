@@ -36,6 +36,7 @@ retain = "{retain}"
 audit = true
 [server]
 bind = "{address}"
+same_host = false
 """
 ARCHIVE = """
 [archive]
@@ -49,6 +50,7 @@ name = "archive"
 dir = "replayed"
 [server]
 bind = "{address}"
+same_host = false
 [archive]
 roots = ["archive"]
 order = "{order}"

@@ -35,6 +35,7 @@ dir = "{spool}"
 fsync = "never"
 [server]
 bind = "tcp://127.0.0.1:{port}"
+same_host = false
 session_timeout_seconds = 0
 {keys}
 [status]

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from draftfeed_producer.engines.synthetic import (
     SyntheticConfig,
@@ -20,6 +20,7 @@ from draftfeed_producer.engines.synthetic import (
     synthetic_sample,
 )
 from report import leave, say
+from rounds import Spread
 from scale_cell import Cell, Plan, play
 from this_machine import this_machine
 
@@ -35,19 +36,6 @@ COSTS = {
     "delivery_cost": "without making, encoding and storing samples",
     "busy_cost": "in all, without what is used when nothing is sent",
 }
-
-
-class Spread(NamedTuple):
-    median: float
-    least: float
-    most: float
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.least:.2f} to {self.most:.2f})"
-
-    @classmethod
-    def of(cls, values: list[float]) -> "Spread":
-        return cls(median(values), min(values), max(values))
 
 
 def main() -> int:
@@ -96,7 +84,7 @@ def synthetic_cost() -> float:
 
 
 def summarise(cells: list[Cell]) -> dict[str, Any]:
-    """Of one cell's rounds; numbers that `_words` prints and the simulation takes."""
+    """Of one cell's rounds; numbers that `words` prints and the simulation takes."""
     first = cells[0]
     parts = sorted({name for cell in cells for name in cell.cpu_seconds})
     processes = first.producers + first.members
@@ -129,7 +117,7 @@ def summarise(cells: list[Cell]) -> dict[str, Any]:
 
 
 def _spread(values: Any) -> dict[str, float]:
-    return Spread.of(list(values))._asdict()
+    return Spread.of(values)._asdict()
 
 
 def words(summary: dict[str, dict[str, Any]]) -> list[str]:
@@ -151,8 +139,9 @@ def words(summary: dict[str, dict[str, Any]]) -> list[str]:
                 "member_mb",
             )
         )
+        cost, delivery = (Spread(**cell[what]).times(1, 2) for what in ("cost", "delivery_cost"))
         lines.append(
-            f"{name:6} {Spread(**cell['cost'])!s:>22} {Spread(**cell['delivery_cost'])!s:>22} "
+            f"{name:6} {cost:>22} {delivery:>22} "
             f"{cell['busy_cost']['median']:6.2f} "
             f"{idle:9.2f} {control:14.1f} {jain:6.3f} {ratio:10.2f} {producer:4.0f},{member:4.0f}"
         )

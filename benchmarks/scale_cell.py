@@ -39,6 +39,7 @@ fsync = "never"
 shards = "{number}"
 [server]
 bind = "{address}"
+same_host = false
 """
 CONSUMER = """
 [producer]

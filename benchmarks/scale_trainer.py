@@ -13,7 +13,10 @@ import numpy as np
 from draftfeed_consumer.link import Link
 from draftfeed_consumer.stream import HiddenStateStream
 from draftfeed_consumer.trainers import TrainerRun
+from draftfeed_proto import messages as m
 from thread_names import write_thread_names
+
+CHUNKS = (m.Chunk, m.ChunkAt)
 
 
 class Figures(NamedTuple):
@@ -23,7 +26,7 @@ class Figures(NamedTuple):
     said: int
     """Control messages to producers."""
     heard: int
-    """Control messages from them: those without a chunk."""
+    """Control messages from them: those without a chunk, or a place of one."""
     chunks: int
 
 
@@ -54,7 +57,7 @@ def _count_messages(figures: np.ndarray) -> None:
     def counted_receive(self: Link) -> Any:
         got = receive(self)
         if got is not None:
-            figures[3 if got[1] is None else 4] += 1
+            figures[4 if isinstance(got[0], CHUNKS) else 3] += 1
         return got
 
     Link.send, Link.receive = counted_send, counted_receive  # type: ignore[method-assign]

@@ -27,6 +27,9 @@ from soak_watch import Growth, Look, directory_bytes, growth, look, scrape, thin
 from this_machine import this_machine
 
 LINES = ("swapped", "steady")
+LOCAL = "swapped"
+"""Its nodes read the producer's files, as each new one is handed over anew; the other line's has
+all through a connection."""
 HIDDEN = 1024
 LAYERS = 5
 PROMPT_TOKENS, RESPONSE_TOKENS = 40, 60
@@ -62,6 +65,7 @@ segment_bytes = {segment_bytes}
 audit = true
 [server]
 bind = "{address}"
+same_host = {same_host}
 [status]
 bind = "127.0.0.1:{port}"
 """
@@ -105,6 +109,7 @@ class Line:
             "response_tokens": RESPONSE_TOKENS,
             "segment_bytes": SEGMENT_BYTES,
             "checkpoint_seconds": 10.0,
+            "same_host": str(name == LOCAL).lower(),
             "address": f"tcp://127.0.0.1:{free_port()}",
             "port": self._ports["producer"],
         }

@@ -50,6 +50,7 @@ dir = "spool"
 audit = true
 [server]
 bind = "{address}"
+same_host = false
 """
 CONSUMER = """
 [producer]

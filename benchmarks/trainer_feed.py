@@ -53,6 +53,7 @@ max_tokens = {max_tokens}
 dir = "spool"
 [server]
 bind = "{address}"
+same_host = false
 """
 
 Round = dict[str, "Turn"]

@@ -10,6 +10,14 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
+def test_benchmarks_say_whether_they_mean_tcp(script: Path) -> None:
+    """Symptom: figures of encrypted connections from samples that no connection carried, as both
+    ends are on one host."""
+    for section in script.read_text().split("\n[server]\n")[1:]:
+        assert "\nsame_host = " in section.partition("\n[")[0]
+
+
 @pytest.mark.timeout(240)
 def test_swap_prints_its_figures_and_loses_nothing() -> None:
     options = [

@@ -29,6 +29,7 @@ def test_every_member_gets_its_share_from_every_producer() -> None:
     assert threads < cell["cpu_seconds"].keys()
     assert printed["summary"]["1x1"]["cost"]["median"] > 0
     assert printed["summary"]["1x1"]["control_messages_per_sample"]["median"] >= 2
+    assert printed["summary"]["1x1"]["chunks_per_sample"]["median"] >= 1
 
 
 def layout(producers: int = 2, members: int = 2, rate: float = 100 * MB, **fields: float) -> Layout:
