@@ -194,7 +194,7 @@ class Reception:
 
     def _refuse(self, id: SampleId, reason: str) -> list[Reply | Received]:
         """Damaged: drop what came, keep its place, ask for it again."""
-        logger.warning("sample %s arrived damaged (%s); asking again", id, reason)
+        logger.warning("sample %s is refused (%s); asking again", id, reason)
         self._drop_half()
         self._room.cancel(self._due.pop(id))
         self._end_seen = False

@@ -204,8 +204,11 @@ class Delivery:
     def next_chunk(self, sender: bytes) -> list[Action]:
         return self._out.next_chunk(sender)
 
-    def sent(self, sender: bytes, frame_bytes: int) -> None:
-        self._out.sent(sender, frame_bytes)
+    def sent(self, sender: bytes, frame_bytes: int, placed: SampleId | None = None) -> None:
+        self._out.sent(sender, frame_bytes, placed)
+
+    def may_place(self, sender: bytes, id: SampleId) -> bool:
+        return self._out.may_place(sender, id)
 
     # handshake
 
@@ -356,10 +359,13 @@ class Delivery:
         if id not in member.leased:
             return []
         session.end_sent = False
-        self._nacks[id] = self._nacks.get(id, 0) + 1
-        logger.warning("sample %s arrived damaged (%s)", id, message.reason)
+        logger.warning("sample %s is refused (%s)", id, message.reason)
+        if id in session.placed:  # the fault may be the member's own: its bytes are yet to be sent
+            session.refused_places.add(id)
+        else:
+            self._nacks[id] = self._nacks.get(id, 0) + 1
         member.drop({id})
-        if self._nacks[id] >= MAX_NACKS:
+        if self._nacks.get(id, 0) >= MAX_NACKS:
             return self._tombstone(id, "quarantined", message.reason)
         return [Verify(id)]
 

@@ -62,10 +62,19 @@ class Distribution:
             return []
         return self._send_chunk(member, session, *session.sending)
 
-    def sent(self, sender: bytes, frame_bytes: int) -> None:
+    def sent(self, sender: bytes, frame_bytes: int, placed: SampleId | None = None) -> None:
+        """placed: the sample, when the member was only told where the frame lies."""
         member = self.fencing.attached.get(sender)
         if member is not None and member.session is not None:
             member.session.sent_bytes += frame_bytes
+            if placed is not None:
+                member.session.placed.add(placed)
+
+    def may_place(self, sender: bytes, id: SampleId) -> bool:
+        """Whether the member may be told where this sample lies."""
+        member = self.fencing.attached.get(sender)
+        session = member.session if member is not None else None
+        return session is not None and id not in session.refused_places
 
     def _send_chunk(
         self, member: Member, session: Session, id: SampleId, index: int

@@ -544,6 +544,8 @@ class Server:
         """Tell a member of this host where the chunk lies; False when it must be sent. Raises
         KeyError and zmq.Again."""
         chunk = action.message
+        if not self._delivery.may_place(action.sender, chunk.id):
+            return False
         place = self._spool.frame_place(chunk.id, chunk.index)
         number = place and self._handover.number(chunk.session, place.path)
         if place is None or number is None:
@@ -560,7 +562,7 @@ class Server:
             bytes=place.bytes,
         )
         if self._send(action.sender, [m.encode(message)], read_bytes=place.bytes):
-            self._delivery.sent(action.sender, place.bytes)
+            self._delivery.sent(action.sender, place.bytes, placed=chunk.id)
             self._count_chunk(action)
         return True
 

@@ -93,6 +93,10 @@ class Session:
         """(sample, index of its next chunk)"""
         self.credit_bytes = 0
         self.sent_bytes = 0
+        self.placed: set[SampleId] = set()
+        """Samples of which it was told where chunks lie."""
+        self.refused_places: set[SampleId] = set()
+        """Those that it could make nothing of: it is sent their bytes."""
 
     @property
     def pending(self) -> bool:
@@ -102,6 +106,7 @@ class Session:
     def drop(self, ids: set[SampleId]) -> None:
         """These are not to be sent any more."""
         self.offered -= ids
+        self.placed -= ids
         self.granted = deque(id for id in self.granted if id not in ids)
         if self.sending and self.sending[0] in ids:
             self.sending = None

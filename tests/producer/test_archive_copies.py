@@ -57,6 +57,22 @@ def test_a_copied_root_beside_the_first_makes_up_for_rotten_bytes(
         assert id not in archive
 
 
+def test_members_of_this_host_are_sent_to_the_copy_that_is_read_here(
+    tmp_path: Path, roots: tuple[Path, Path]
+) -> None:
+    """They found the first one rotten, the producer found the other whole: without an end."""
+    id = sample(1).id
+    with opened(*roots) as archive:
+        roots[0].rename(tmp_path / "away")
+        assert archive.whole(id)
+        (tmp_path / "away").rename(roots[0])
+        place = archive.frame_place(id, 1)
+        assert place is not None
+        assert place.path.parent == roots[1]
+        with place.path.open("rb") as file:
+            assert os.pread(file.fileno(), place.bytes, place.offset) == archive.read_chunk(id, 1)
+
+
 def test_a_drive_that_goes_costs_nothing_while_its_copy_is_there_and_may_come_back(
     tmp_path: Path, roots: tuple[Path, Path]
 ) -> None:

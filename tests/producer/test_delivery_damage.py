@@ -41,6 +41,35 @@ def test_a_sample_refused_five_times_is_quarantined(delivery: Delivery, member: 
     assert delivery.verified(id_of(0), True) == []
 
 
+def test_a_sample_whose_file_a_member_cannot_read_is_sent_and_never_quarantined(
+    delivery: Delivery, member: Member
+) -> None:
+    """Each start of a trainer that may open too few files counted, and the fifth was the end."""
+    for life in range(1, 2 * MAX_NACKS):
+        if life > 1:
+            member = Member(delivery, incarnation=f"{life}", term=life, takeover=True)
+            member.attach()
+        member.take(0)
+        delivery.sent(member.sender, 0, placed=id_of(0))
+        assert member.say(m.Nack, id=id_of(0), reason="out of reach") == [Verify(id_of(0))]
+        assert offered(delivery.verified(id_of(0), True)) == [0]
+        assert not delivery.may_place(member.sender, id_of(0))
+        assert delivery.may_place(member.sender, id_of(1))
+        member.take(0)
+
+
+def test_bytes_that_are_refused_count_though_the_file_was_refused_before(
+    delivery: Delivery, member: Member
+) -> None:
+    member.take(0)
+    delivery.sent(member.sender, 0, placed=id_of(0))
+    for _ in range(MAX_NACKS):
+        assert member.say(m.Nack, id=id_of(0), reason="checksum") == [Verify(id_of(0))]
+        delivery.verified(id_of(0), True)
+        member.take(0)
+    assert done(member.say(m.Nack, id=id_of(0), reason="checksum"), StoreTombstone)
+
+
 def test_a_sample_damaged_where_it_lies_is_made_again_under_its_id(
     delivery: Delivery, member: Member
 ) -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bare_member import BareMember
 from draftfeed_consumer.buffer import BufferConfig
 from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
 from draftfeed_deploy.keygen import write_pair
+from draftfeed_proto import messages as m
+from draftfeed_proto.ids import SampleId
 from draftfeed_proto.limits import MAX_LOCAL_FILES
 from harness import consuming, producing
 from samples import sample
@@ -179,6 +182,43 @@ def patiently_connected(name: str) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link.connect(f"\0{name}")
     return link
+
+
+class HelplessMember(BareMember):
+    """It is let in, and can read no file."""
+
+    def __init__(self, address: str, term: int) -> None:
+        super().__init__(address, term)
+        self.told = set[SampleId]()
+        """Where these lie."""
+        self._link = patiently_connected(self.granted.local)
+        self._link.send(self.granted.session.encode())
+
+    def _take(self, message: m.FromProducer) -> None:
+        if isinstance(message, m.ChunkAt):
+            self.told.add(message.id)
+            if message.index == 0:
+                self.say(m.Nack, id=message.id, reason="out of reach")
+        super()._take(message)
+
+    def close(self) -> None:
+        self._link.close()
+        super().close()
+
+
+def test_sample_is_not_given_up_for_members_that_cannot_read_its_file(tmp_path: Path) -> None:
+    """Five starts of a trainer without descriptors made healthy samples `quarantined`."""
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(3))
+        ids = {sample(ordinal).id for ordinal in range(3)}
+        for term in range(1, 8):
+            with closing(HelplessMember(producer.address, term)) as member:
+                session = member.granted.session
+                eventually(lambda name=session: name in producer.server._handover, "let in")
+                member.open()
+                assert set(member.receive(3)) == ids
+                assert member.told == ids
+        assert not producer.spool.tombstones
 
 
 def test_host_that_can_open_no_more_files_goes_on_over_the_connection(tmp_path: Path) -> None:

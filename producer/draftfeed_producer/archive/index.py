@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from draftfeed_producer.archive.config import ArchiveConfig
 from draftfeed_producer.archive.loading import Found, find, pair
-from draftfeed_producer.archive.opened import OpenSegments
+from draftfeed_producer.archive.opened import Opened, OpenSegments
 from draftfeed_producer.archive.roots import Roots, describe_archive
 from draftfeed_producer.archive.sealed import INDEX, SEGMENT, Head, read_index, read_line
 from draftfeed_producer.errors import ArchiveDamaged, ArchiveError
@@ -117,22 +117,24 @@ class Archive:
         found = self._find(id)
         if found is None:
             raise KeyError(id)
-        record, fd = found
+        record, opened = found
         if index >= len(record.chunks):
             return b""  # the copy that was being served was found damaged; this is another
         offset, size = record.chunks[index]
         try:
-            return os.pread(fd, size, offset)
+            return os.pread(opened.segment_fd, size, offset)
         except OSError as error:
             logger.error("%s: byte %d cannot be read: %s", id, offset, error.strerror)
             self._opened.forget(record.segment)
             return b""
 
     def frame_place(self, id: SampleId, index: int) -> Place | None:
-        """Where that chunk lies; None when `read_chunk` would not give it either."""
-        if (record := self._record(id)) is None or index >= len(record.chunks):
+        """Where `read_chunk` reads that chunk; None when it would not give it either."""
+        found = self._find(id)
+        if found is None or index >= len(found[0].chunks):
             return None
-        return Place(self.path(record.segment).with_suffix(SEGMENT), *record.chunks[index])
+        record, opened = found
+        return Place(opened.path.with_suffix(SEGMENT), *record.chunks[index])
 
     def read_ahead(self, id: SampleId) -> None:
         """Have the kernel fetch all of a sample, whose chunks will be asked for one by one: the
@@ -140,10 +142,10 @@ class Archive:
         found = self._find(id)
         if found is None:
             return
-        record, fd = found
+        record, opened = found
         start, (last, size) = record.chunks[0][0], record.chunks[-1]
         with suppress(OSError):  # it is advice; a read will tell what is wrong
-            os.posix_fadvise(fd, start, last + size - start, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(opened.segment_fd, start, last + size - start, os.POSIX_FADV_WILLNEED)
 
     def whole(self, id: SampleId) -> bool:
         """Whether the sample is there and every chunk of it is what was written."""
@@ -342,8 +344,8 @@ class Archive:
         found = self._find(id)
         return found[0] if found is not None else None
 
-    def _find(self, id: SampleId) -> tuple[Record, int] | None:
-        """(the record, descriptor of its segment) of the first copy that can be opened."""
+    def _find(self, id: SampleId) -> tuple[Record, Opened] | None:
+        """(the record, its segment) of the first copy that can be opened."""
         for _ in range(1 + len(self._copies.get(id.ordinal, ()))):
             place = self._place(id)
             if place is None or place[0] in self._gone:
@@ -358,16 +360,16 @@ class Archive:
             self._turn(id.ordinal)
         return None
 
-    def _read(self, id: SampleId, number: int, at: int) -> tuple[Record, int]:
+    def _read(self, id: SampleId, number: int, at: int) -> tuple[Record, Opened]:
         paths = map(self.path, self._same_file(number))
         opened = self._opened.get(number, paths, indexed=number not in self._rescued)
         if number in self._rescued:
-            return self._rescued[number][at], opened.segment_fd
+            return self._rescued[number][at], opened
         path = self.path(number).with_suffix(INDEX)
         record = read_line(opened.index_fd, at, path, number)
         if record.header.id.in_epoch(0) != id.in_epoch(0):  # its file was exchanged
             raise ArchiveDamaged(path, f"has {record.header.id} where {id} was")
-        return record, opened.segment_fd
+        return record, opened
 
     def _turn(self, line: int) -> None:
         """The next copy of it comes first. This one comes last: its drive may come back."""

@@ -18,9 +18,11 @@ class Opened(NamedTuple):
     index_fd: int
     """-1 where there is no index, but what was found in the segment."""
     segment_fd: int
+    path: Path
+    """Without the ending."""
 
     def close(self) -> None:
-        for fd in self:
+        for fd in (self.index_fd, self.segment_fd):
             if fd >= 0:
                 os.close(fd)
 
@@ -73,9 +75,9 @@ def _first(paths: Iterable[Path], *, indexed: bool) -> Opened:
 def _both(path: Path, *, indexed: bool) -> Opened:
     index = _fd(path.with_suffix(INDEX)) if indexed else -1
     try:
-        return Opened(index, _fd(path.with_suffix(SEGMENT)))
+        return Opened(index, _fd(path.with_suffix(SEGMENT)), path)
     except ArchiveError:
-        Opened(index, -1).close()
+        Opened(index, -1, path).close()
         raise
 
 
