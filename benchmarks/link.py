@@ -42,6 +42,7 @@ class Link(NamedTuple):
 LINKS = (Link(1, 24), Link(2.5, 16), Link(10, 32), Link(1, 8, 10, 0.1))
 WIDE, QUICK = Recipe(6, 800), Recipe(2, 16)
 WARM = 2
+SEGMENT_BYTES = 64 << 20
 Row = tuple[str, str]
 """Link, and arm."""
 
@@ -107,7 +108,7 @@ def _passages(
     transport: str, link: Link, states: Path, network: Network, directory: Path
 ) -> dict[str, Passage]:
     hosts = Hosts(ADDRESSES["producer"], {role: network.enter(role) for role in ADDRESSES})
-    amount = Amount(WARM, WARM + link.samples)
+    amount = Amount(WARM, WARM + link.samples, link.samples + 2 * WARM, WARM, WARM, SEGMENT_BYTES)
     try:
         found = run(Cell(transport, "wide"), amount, states, directory, hosts)
     except (Absent, Damaged) as error:

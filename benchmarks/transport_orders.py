@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 LOOPBACK = "127.0.0.1"
+COMMITS_AHEAD = 4
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +30,15 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     warm: int
     """Samples of each producer that are sent before anything is measured."""
     samples: int
-    """Of each producer, with those."""
+    """Of each producer that are sent while they are made, with those."""
+    stored: int
+    """And that are sent out of its spool afterwards; draftfeed's."""
+    edge: int
+    """Of those, how many come before what is measured, and how many after it."""
+    commit_steps: int
+    """After how many of its trainer's steps draftfeed commits."""
+    segment_bytes: int
+    """Of draftfeed's spools."""
     directory: Path
     """For what this end writes to a disk."""
     shared: Path
@@ -47,9 +56,26 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     addresses: list[str] = []
     """Of the producers; a consumer's."""
 
+    @property
+    def all_samples(self) -> int:
+        """Of each producer."""
+        return self.samples + self.stored
+
+    @property
+    def buffered(self) -> int:
+        """Samples for which a consumer of draftfeed has room: what comes before the measured part
+        has been everywhere in it."""
+        return -(-self.edge * self.producers // self.consumers) + 1
+
+    @property
+    def ahead(self) -> int:
+        """Samples that a producer of draftfeed makes beyond those that were committed: so many that
+        nobody waits for the next commit."""
+        return max(2, COMMITS_AHEAD * self.commit_steps * self.consumers // self.producers)
+
     def index(self, producer: int, n: int, size: int) -> int:
         """Which of a set's samples is the n-th of a producer."""
-        return (producer * self.samples + n) % size
+        return (producer * self.all_samples + n) % size
 
     def words(self) -> str:
         """For a command line; `order_of` reads it."""

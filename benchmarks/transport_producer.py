@@ -1,6 +1,7 @@
 """draftfeed's producer in transport.py: the whole of it but its engine, whose samples exist
 already."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -18,23 +19,29 @@ from draftfeed_proto.sample import LayerCounters, Sample
 from transport_orders import LOOPBACK, Order, Talk
 from transport_states import StateSet
 
+LOOK_SECONDS = 0.005
+"""Between two looks at what was committed."""
 LAYERS = 64
 """Of the target, which says nothing here: states of five of them are sent."""
 
 
 def serve(order: Order, states: StateSet, talk: Talk) -> None:
-    """For as long as transport.py lets it: what was taken stays in the spool, uncommitted."""
+    """For as long as transport.py lets it."""
     _, layers, hidden = states.samples[0].shape
     keys = order.keys
     config = ProducerConfig(
         engine=SyntheticConfig(
-            samples=order.producers * order.samples,
-            shard_size=order.samples,
+            samples=order.producers * order.all_samples,
+            shard_size=order.all_samples,
             num_layers=LAYERS,
             layer_ids=tuple(range(layers)),
             hidden_size=hidden,
         ),
-        spool=SpoolConfig(dir=order.directory / "spool", shards=str(order.number)),
+        spool=SpoolConfig(
+            dir=order.directory / "spool",
+            segment_bytes=order.segment_bytes,
+            shards=str(order.number),
+        ),
         server=ServerConfig(
             bind=f"tcp://{order.host}:*",
             insecure=keys is None and order.host != LOOPBACK,
@@ -56,21 +63,34 @@ class _Producer(ProducerService):
     def _load_engine(self, source: PromptSource, stack: ExitStack) -> Engine:
         assert self._listener is not None
         self._talk.tell("serving", address=self._listener.address)
-        self._engine = _Engine(self._config, self._order, self._states, self._talk)
+        self._engine = _Engine(self._config, self._order, self._states, self._talk, self._committed)
         return self._engine
+
+    def _committed(self) -> int:
+        assert self._spool is not None
+        return self._spool.statistics().committed
 
 
 class _Engine:
-    """Takes no time."""
+    """As fast as the trainer: it takes no time, and waits when it is too far ahead."""
 
     loading = False
     recaptured = 0
 
-    def __init__(self, config: ProducerConfig, order: Order, states: StateSet, talk: Talk) -> None:
+    def __init__(
+        self,
+        config: ProducerConfig,
+        order: Order,
+        states: StateSet,
+        talk: Talk,
+        committed: Callable[[], int],
+    ) -> None:
+        """committed: how many samples of this producer are in a checkpoint."""
         assert isinstance(config.engine, SyntheticConfig)
         self.descriptor = config.engine.descriptor()
         self.captured = 0
         self._order, self._states, self._talk = order, states, talk
+        self._committed = committed
         longest = states.longest_rows
         self._ids, self._mask = np.zeros(longest + 1, np.int32), np.ones(longest + 1, np.uint8)
 
@@ -80,12 +100,16 @@ class _Engine:
     def run(
         self, prompts: Iterator[Prompt], give_up: Callable[[SampleId, str], None] | None = None
     ) -> Iterator[Sample]:
-        first = self._order.number * self._order.samples
+        order = self._order
+        first = order.number * order.all_samples
         for prompt in prompts:
             n = prompt.id.ordinal - first
-            if word := {0: "warm", self._order.warm: "live"}.get(n):
+            if word := {0: "warm", order.warm: "live", order.samples: "fill"}.get(n):
                 self._talk.wait(word)
+            while n < order.samples and n - self._committed() >= order.ahead:
+                time.sleep(LOOK_SECONDS)
             yield self._sample(prompt, n)
+        self._talk.tell("filled")
 
     def _sample(self, prompt: Prompt, n: int) -> Sample:
         index = self._order.index(self._order.number, n, len(self._states.samples))

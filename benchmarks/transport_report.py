@@ -38,7 +38,7 @@ NOTES = {
     "grpc": "one stream of answers a link, messages of 4 MiB that exist as bytes already, "
     "with no limit of their size",
     "draftfeed": "the whole line: encode, spool, send, receive, verify, decode. Stored: the spool "
-    "is written already, and is sent once more. Same host: no TCP and no compression",
+    "is written already. The trainer commits every few samples. Same host: no TCP, no compression",
 }
 """How each is set."""
 

@@ -53,11 +53,18 @@ class Amount(NamedTuple):
     warm: int
     """Samples of each producer before anything is measured."""
     samples: int
-    """Of each producer, with those."""
+    """Of each producer that are sent while they are made, with those."""
+    stored: int
+    """And then out of a spool, by draftfeed: with `edge` at either end that is not measured."""
+    edge: int
+    commit_steps: int
+    """Of draftfeed's trainer."""
+    segment_bytes: int
+    """Of draftfeed's spools."""
 
 
 class Passage(NamedTuple):
-    """What was measured, from the first sample sent until the last was checked."""
+    """What was measured."""
 
     bytes: int
     """Of states."""
@@ -97,7 +104,7 @@ def run(
     corrupt: bool = False,
     stages: bool = False,
 ) -> dict[str, Passage]:
-    """By what is measured: `live`, and for draftfeed `stored`, when all of it lies in spools.
+    """By what is measured: `live`, and for draftfeed `stored`, what lies in spools when it begins.
 
     corrupt, stages: see `Order`. Raises Absent, Damaged, or SystemExit when an end fails.
     """
@@ -114,8 +121,7 @@ def run(
             producers=cell.producers,
             consumers=cell.consumers,
             states=states,
-            warm=amount.warm,
-            samples=amount.samples,
+            **amount._asdict(),
             directory=own,
             shared=shared,
             keys=keys,
@@ -154,11 +160,26 @@ class Session:
             self._say("warm")
         self._until("warm", cell.producers * order.warm)
         measured = order.samples - order.warm
-        passages = {"live": self._measure("live", cell.producers * measured)}
+        passages = {"live": self._measure("live")}
+        self._count("done", cell.producers * measured)
         if ours:
             self._until("attached", 2 * cell.consumers)
-            passages["stored"] = self._measure("stored", cell.producers * order.samples)
+            passages["stored"] = self._stored()
         return passages
+
+    def _stored(self) -> Passage:
+        """Out of full spools, between two samples of a flow: nobody has to begin or to wait for
+        the last one."""
+        cell = self._cell
+        self._say("fill")
+        self._until("filled", cell.producers)
+        self._heard["warm"].clear()
+        self._say("stored")
+        self._until("warm", cell.consumers)
+        passage = self._measure("count")
+        self._until("over", cell.consumers)
+        self._count("over", cell.producers * self._order.stored)
+        return passage
 
     def close(self) -> None:
         for end in self._ends:
@@ -184,17 +205,15 @@ class Session:
             )
         self._ends.append(_End(order, process, self._events))
 
-    def _measure(self, what: str, samples: int) -> Passage:
-        """Between the word to go and the last check."""
+    def _measure(self, word: str) -> Passage:
+        """From that word, upon which the measured part begins, until all of it was checked."""
         for heard in ("done", "stages"):
             self._heard[heard].clear()
         began, before = time.monotonic(), self._cpu_seconds()
-        self._say(what)
+        self._say(word)
         done = [facts for _, facts in self._until("done", self._cell.consumers)]
         seconds = time.monotonic() - began
         spent = {role: cpu - before[role] for role, cpu in self._cpu_seconds().items()}
-        if (came := sum(facts["samples"] for facts in done)) != samples:
-            raise SystemExit(f"{self._cell.name}: {came} of {samples} samples were checked")
         return Passage(
             sum(facts["bytes"] for facts in done),
             seconds,
@@ -203,6 +222,11 @@ class Session:
             sum(facts["check_seconds"] for facts in done),
             self._stages() if self._order.stages else {},
         )
+
+    def _count(self, event: str, samples: int) -> None:
+        """Raises SystemExit unless as many were checked as were sent."""
+        if (came := sum(facts["samples"] for _, facts in self._heard[event])) != samples:
+            raise SystemExit(f"{self._cell.name}: {came} of {samples} samples were checked")
 
     def _cpu_seconds(self) -> dict[str, float]:
         """By role."""

@@ -6,6 +6,7 @@ process's time is the control plane: Python between the stages, messages, locks.
 """
 
 import functools
+import os
 import threading
 import time
 from collections import defaultdict
@@ -17,6 +18,8 @@ import zmq
 
 from draftfeed_consumer.local import FrameAt
 from draftfeed_producer.spool import Spool, entries
+from draftfeed_producer.spool.samples import Samples
+from draftfeed_producer.spool.segments import Segment
 from draftfeed_proto import chunk
 from transport_check import Check
 from transport_orders import Talk
@@ -29,6 +32,11 @@ _PLACES: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("encode", chunk, "lay_rows"),
         ("checksum", chunk, "_checksum"),
         ("spool write", entries, "write"),
+        ("spool write", Segment, "reserve"),
+        ("spool write", Segment, "seal"),
+        ("free", Samples, "discard"),
+        ("sync", os, "fdatasync"),
+        ("sync", os, "fsync"),
         ("spool read", Spool, "read_chunk"),
         ("socket send", zmq.Socket, "send_multipart"),
     ),
