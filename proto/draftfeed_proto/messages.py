@@ -20,7 +20,9 @@ from draftfeed_proto.limits import (
 from draftfeed_proto.sample import SampleHeader
 from draftfeed_proto.wire import Count, Name, pack, unpack_message
 
-VERSION = (1, 0)
+VERSION = (1, 1)
+ROWS_VERSION = (1, 1)
+"""Of members that know the codec `rows`."""
 
 SampleBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
