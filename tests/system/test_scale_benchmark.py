@@ -82,6 +82,16 @@ def test_a_link_passes_its_rate_times_the_ratio() -> None:
     assert outcome.bottleneck == "producer's link"
 
 
+@pytest.mark.parametrize("gbit", [1, 2.5, 10])
+def test_limit_of_a_link_is_what_its_bytes_decode_to(gbit: float) -> None:
+    """It was half of it: delivered was compared with a rate that is only the mean of what is
+    made."""
+    link = gbit * simulate.GBIT
+    tokens, outcome = simulate.limit((8, 8), FREE, shared_link=True, link_bytes_per_second=link)
+    assert tokens == pytest.approx(link * 1.48 / simulate.TOKEN_BYTES, rel=0.02)
+    assert outcome.bottleneck == "producer's link"
+
+
 def test_credit_bounds_what_a_long_way_carries() -> None:
     """A window for each round trip."""
     far = layout(1, 1, 3000 * MB, delay_seconds=0.1, ratio=1.5)
