@@ -3,6 +3,7 @@
 import logging
 import math
 import mmap
+import sys
 import weakref
 from bisect import bisect
 from collections import deque
@@ -13,7 +14,13 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, which the module names from Python 3.13 on: a mapping may be larger than the
+memory, and counts only with what is used of it."""
+_FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+_ROOM = 1.25
+"""Times the capacity: a full buffer's samples of many sizes leave gaps that none of them fits in,
+and so much is taken for gaps before a sample takes new memory beside them."""
 
 
 class Slabs:
@@ -24,8 +31,8 @@ class Slabs:
     """
 
     def __init__(self, capacity_bytes: int) -> None:
-        """The mapping's size; an array for which it has no room gets memory of its own."""
-        size = _pages(capacity_bytes)
+        """Bytes of all arrays; one for which there is no room gets memory of its own."""
+        size = _pages(int(_ROOM * capacity_bytes))
         self._memory: mmap.mmap | None = None
         self._gaps: list[tuple[int, int]] = []
         """(start, stop) of what is free, in order, never side by side."""
@@ -34,7 +41,9 @@ class Slabs:
         try:
             self._memory = mmap.mmap(-1, size, flags=_FLAGS)
         except OSError as error:  # a limit of address space
-            logger.debug("no mapping of %d bytes: %s", size, error.strerror)
+            logger.info(
+                "no mapping of %d bytes, so each sample takes new memory: %s", size, error.strerror
+            )
             return
         self._gaps = [(0, size)]
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -47,7 +56,7 @@ class Slabs:
         size = _pages(values * np.dtype(dtype).itemsize)
         start = self._take(size)
         if start is None or self._memory is None:
-            self._give_back()
+            self._give_back(size)
             return np.empty(shape, dtype)
         # Whatever is made of it refers to this one, for what lies below is no array.
         whole = np.frombuffer(memoryview(self._memory), dtype, values, start)
@@ -73,11 +82,16 @@ class Slabs:
             at -= 1
         self._gaps.insert(at, (start, stop))
 
-    def _give_back(self) -> None:
-        """An array lies beside the mapping: as much less shall lie in it."""
-        for start, stop in self._gaps:
+    def _give_back(self, size: int) -> None:
+        """An array lies beside the mapping: as much less shall lie in it. From its end, which is
+        used again last."""
+        for start, stop in reversed(self._gaps):
             assert self._memory is not None
-            self._memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
+            length = min(size, stop - start)
+            self._memory.madvise(mmap.MADV_DONTNEED, stop - length, length)
+            size -= length
+            if not size:
+                return
 
 
 def _pages(size: int) -> int:

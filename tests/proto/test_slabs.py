@@ -2,9 +2,11 @@
 
 import gc
 import mmap
+import os
 import random
 import resource
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -67,14 +69,40 @@ def test_a_sample_that_is_released_and_still_looked_at_is_not_overwritten(view: 
 def test_samples_beyond_the_room_get_memory_of_their_own_and_what_is_free_goes_back() -> None:
     """The buffer's bytes would be taken twice: once here, once beside it."""
     slabs = Slabs(8 * PAGE)
-    small = pages(slabs, 8, 5)
+    small = pages(slabs, 10, 5)
     where = address(small)
     del small
-    huge = pages(slabs, 9, 6)
-    assert not where <= address(huge) < where + 8 * PAGE
-    again = slabs.empty((8, 2, PAGE // 4), np.uint16)
+    huge = pages(slabs, 11, 6)
+    assert not where <= address(huge) < where + 10 * PAGE
+    again = slabs.empty((10, 2, PAGE // 4), np.uint16)
     assert address(again) == where
     assert not again.any(), "the pages were kept"
+
+
+def test_a_sample_that_finds_no_gap_takes_no_more_from_the_gaps_than_its_own_size() -> None:
+    """A full buffer lost all of its warm pages with each of them, and each sample took new ones."""
+    slabs = Slabs(8 * PAGE)
+    first, _middle, last = (pages(slabs, count, 7) for count in (4, 2, 4))
+    where = address(first)
+    del first, last
+    beside = pages(slabs, 5)
+    assert not where <= address(beside) < where + 10 * PAGE
+    again = slabs.empty((4, 2, PAGE // 4), np.uint16)
+    assert address(again) == where
+    assert again[:3].all()
+    assert not again[3:].any(), "the page was kept"
+
+
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2",
+    reason="no mapping is larger than the memory there",
+)
+def test_a_buffer_larger_than_the_machines_memory_has_its_memory_used_again() -> None:
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * PAGE
+    slabs = Slabs(8 * memory_bytes)
+    where = address(pages(slabs, 3))
+    assert address(pages(slabs, 3)) == where
+    assert slabs._memory is not None
 
 
 def test_without_address_space_samples_are_still_received() -> None:
@@ -97,7 +125,7 @@ def test_samples_in_any_order_never_share_memory_and_all_of_it_comes_back(seed: 
         states = np.empty(0)
     assert all((states == value).all() for value, states in held)
     del states, held
-    assert pages(slabs, 64).shape[0] == 64
+    assert pages(slabs, 80).shape[0] == 80
     assert slabs._gaps == []
 
 
