@@ -1,15 +1,18 @@
 """A producer on the same host hands over the files its chunks lie in: they are read out of the page
 cache, straight to where they are wanted, and cross no network."""
 
+import logging
 import os
 import socket
 import stat
 import weakref
-from collections import OrderedDict
+from array import array
 
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedChunk
 from draftfeed_proto.limits import MAX_LOCAL_FILES
+
+logger = logging.getLogger(__name__)
 
 NUMBER_BYTES = 8
 
@@ -23,7 +26,8 @@ class LocalFiles:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._files: OrderedDict[int, _File] = OrderedDict()
+        self._files: dict[int, _File] = {}
+        """In the order in which they came: so both ends forget the same ones."""
 
     @classmethod
     def of(cls, granted: m.Granted) -> "LocalFiles | None":
@@ -37,7 +41,8 @@ class LocalFiles:
             link.setblocking(False)
             link.connect(f"\0{granted.local}")
             link.send(granted.session.encode())
-        except (OSError, ValueError):
+        except (OSError, ValueError) as error:
+            logger.info("no files of the producer's here, its samples are sent: %s", error)
             if link is not None:
                 link.close()
             return None
@@ -47,9 +52,8 @@ class LocalFiles:
         """Raises HandoverLost."""
         while message.file not in self._files:
             self._receive()
-        self._files.move_to_end(message.file)
         while len(self._files) > MAX_LOCAL_FILES:
-            self._files.popitem(last=False)
+            del self._files[next(iter(self._files))]
         file = self._files[message.file]
         if file.failure:
             raise HandoverLost(file.failure)
@@ -68,9 +72,14 @@ class LocalFiles:
     def _receive(self) -> None:
         """One file. It was sent before the chunk that is looked for in it was."""
         try:
-            data, fds, flags, _ = socket.recv_fds(self._link, NUMBER_BYTES, 1)
+            # recv_fds takes flags and passes none on: a trainer's children would get the files.
+            data, beside, flags, _ = self._link.recvmsg(
+                NUMBER_BYTES, socket.CMSG_LEN(array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+            )
         except OSError as error:
             raise HandoverLost(f"no file came ({error.strerror})") from None
+        handed = [rights for _, kind, rights in beside if kind == socket.SCM_RIGHTS]
+        fds = array("i", b"".join(handed))
         files = [_File(fd) for fd in fds]  # each closes its own, whatever is wrong with it
         if len(files) != 1 or flags & socket.MSG_CTRUNC:
             raise HandoverLost("it could not be opened here: is the limit of open files reached?")

@@ -9,7 +9,8 @@ import logging
 import os
 import secrets
 import socket
-from collections import OrderedDict, deque
+import time
+from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 WAITING = 16
 """Connections that have not said yet whose they are; when there are more the oldest go."""
+SILENT_SECONDS = 1.0
 NUMBER_BYTES = 8
 
 
@@ -29,7 +31,8 @@ class Handover:
     def __init__(self, *, on: bool = True) -> None:
         self.name = ""
         """What `Granted` says; empty: there is no such socket."""
-        self._strangers: deque[socket.socket] = deque()
+        self._strangers: deque[tuple[socket.socket, float]] = deque()
+        """And until when they may be silent."""
         self._members: dict[str, _Member] = {}
         """By session."""
         name = f"draftfeed-{secrets.token_hex(16)}"
@@ -47,20 +50,23 @@ class Handover:
             self._members.pop(name).close()
         if self._listener is not None:
             with suppress(OSError):  # nobody else waits, or they have gone
-                while True:
-                    self._strangers.append(self._listener.accept()[0])
+                for _ in range(WAITING):  # who keeps connecting must not keep us
+                    due = time.monotonic() + SILENT_SECONDS
+                    self._strangers.append((self._listener.accept()[0], due))
                     if len(self._strangers) > WAITING:
-                        self._strangers.popleft().close()
+                        self._strangers.popleft()[0].close()
         for _ in range(len(self._strangers)):
-            self._greet(self._strangers.popleft(), sessions)
+            self._greet(*self._strangers.popleft(), sessions)
 
-    def _greet(self, link: socket.socket, sessions: set[str]) -> None:
+    def _greet(self, link: socket.socket, due: float, sessions: set[str]) -> None:
         link.setblocking(False)
         try:
             said = link.recv(MAX_NAME_CHARS).decode("utf-8", "replace")
         except BlockingIOError:
-            self._strangers.append(link)
-            return
+            if time.monotonic() < due:
+                self._strangers.append((link, due))
+                return
+            said = ""
         except OSError:
             said = ""
         if said in sessions and said not in self._members:
@@ -86,7 +92,7 @@ class Handover:
     def close(self) -> None:
         for member in self._members.values():
             member.close()
-        for one in (*self._strangers, self._listener):
+        for one in (*(link for link, _ in self._strangers), self._listener):
             if one is not None:
                 one.close()
         self._members.clear()
@@ -95,11 +101,11 @@ class Handover:
 
 
 class _Member:
-    """The files of one session, the one used last at the end: both sides count alike."""
+    """The files of one session, in the order of their numbers: so both ends forget the same."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
-        self._numbers: OrderedDict[Path, int] = OrderedDict()
+        self._numbers: dict[Path, int] = {}
         self._next = 0
 
     def number(self, path: Path) -> int:
@@ -109,9 +115,8 @@ class _Member:
             raise ConnectionResetError(0, "it has closed the socket")
         if path not in self._numbers:
             self._hand_over(path)
-        self._numbers.move_to_end(path)
         if len(self._numbers) > MAX_LOCAL_FILES:
-            self._numbers.popitem(last=False)
+            del self._numbers[next(iter(self._numbers))]
         return self._numbers[path]
 
     def _hand_over(self, path: Path) -> None:

@@ -55,6 +55,14 @@ def test_each_frame_is_read_from_its_own_file(ends: Ends, tmp_path: Path) -> Non
     assert [content(files.at(at(number, 4))) for number in (2, 0, 1)] == [b"0002", b"0000", b"0001"]
 
 
+def test_programs_that_a_trainer_starts_do_not_get_the_files(ends: Ends, tmp_path: Path) -> None:
+    """They kept segments and drives busy, and could read the prompts."""
+    near, files = ends
+    (tmp_path / "file").write_bytes(b"here")
+    hand_over(near, 0, tmp_path / "file")
+    assert not os.get_inheritable(files.at(at(0))._file.fd)
+
+
 def test_frame_that_is_being_read_outlives_its_file_in_the_session(
     ends: Ends, tmp_path: Path
 ) -> None:
@@ -127,5 +135,10 @@ def granted(local: str) -> m.Granted:
 
 
 @pytest.mark.parametrize("local", ["", "draftfeed-nobody-listens-here", "x" * 1000, "a\0b", "é"])
-def test_name_that_nobody_has_here_means_the_connection(local: str) -> None:
-    assert LocalFiles.of(granted(local)) is None
+def test_name_that_nobody_has_here_means_the_connection(
+    local: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the log says so, of a producer that hands files over."""
+    with caplog.at_level("INFO"):
+        assert LocalFiles.of(granted(local)) is None
+    assert ("samples are sent" in caplog.text) == bool(local)
