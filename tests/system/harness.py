@@ -146,8 +146,9 @@ def consuming(
     lost_after_seconds: float = 20.0,
     attach: Attach = Attach(),  # noqa: B008
     group: str = "default",
-    same_host: bool = True,
+    same_host: bool = False,
 ) -> Iterator[HiddenStateStream]:
+    """As on another machine, where every payload goes over TCP, unless same_host."""
     client = ClientConfig(
         addresses=addresses,
         lost_after_seconds=lost_after_seconds,

@@ -33,8 +33,14 @@ audit = true
 segment_bytes = 100_000
 [server]
 bind = "{address}"
+same_host = false
 session_timeout_seconds = 0.5
 """
+PATHS = pytest.mark.parametrize(
+    "path",
+    [pytest.param((), id="tcp"), pytest.param(("--set", "server.same_host=true"), id="same host")],
+)
+"""Options of a producer: its samples go over TCP, as to another machine, or are read as files."""
 CONSUMER = """
 [producer]
 addresses = ["{address}"]

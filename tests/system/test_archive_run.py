@@ -30,6 +30,7 @@ epochs = {epochs}
 dir = "replayed"
 [server]
 bind = "{address}"
+same_host = false
 session_timeout_seconds = 0.5
 [archive]
 roots = ["archive"]

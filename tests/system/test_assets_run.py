@@ -36,6 +36,7 @@ path = "prompts.jsonl"
 dir = "spool"
 [server]
 bind = "{address}"
+same_host = false
 """
 SPECFORGE = """
 [producer]

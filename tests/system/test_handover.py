@@ -10,7 +10,7 @@ import pytest
 import stub_trainer
 from draftfeed_consumer.stream import HiddenStateStream
 from draftfeed_consumer.trainers import TrainerRun
-from processes import Run
+from processes import PATHS, Run
 
 pytestmark = pytest.mark.timeout(300)
 DRAINED = "samples trained and committed"
@@ -35,9 +35,11 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run.kill_all()
 
 
-def training(run: Run, *options: str) -> tuple[Run.Process, Run.Process]:
+def training(
+    run: Run, *options: str, path: tuple[str, ...] = ()
+) -> tuple[Run.Process, Run.Process]:
     """A producer, and a consumer that pauses in mid-run."""
-    producer, consumer = run.start("producer"), run.start("consumer", *PAUSING, *options)
+    producer, consumer = run.start("producer", *path), run.start("consumer", *PAUSING, *options)
     run.wait_for_lines("consumer/steps.jsonl", TRAINED)
     return producer, consumer
 
@@ -120,8 +122,11 @@ def test_second_consumer_in_the_same_directory_is_refused_by_name(run: Run) -> N
     run.succeeds(producer)
 
 
-def test_takeover_ends_the_old_consumer_and_every_sample_is_trained_once(run: Run) -> None:
-    producer, old = training(run)
+@PATHS
+def test_takeover_ends_the_old_consumer_and_every_sample_is_trained_once(
+    run: Run, path: tuple[str, ...]
+) -> None:
+    producer, old = training(run, path=path)
     new = run.start("consumer", "--takeover", run_dir="second")
     code, output = run.ended(old)
     assert code == 3, output

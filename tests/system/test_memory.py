@@ -36,6 +36,7 @@ dir = "spool"
 audit = true
 [server]
 bind = "ADDRESS"
+same_host = SAME_HOST
 """
 CONSUMER = f"""
 [producer]
@@ -102,15 +103,16 @@ class Service:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], Service]]:
+def start(tmp_path: Path) -> Iterator[Callable[[str, str], Service]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     started: list[Service] = []
 
-    def make(name: str) -> Service:
+    def make(name: str, same_host: str) -> Service:
         text = {"producer": PRODUCER, "consumer": CONSUMER}[name]
-        (tmp_path / f"{name}.toml").write_text(text.replace("ADDRESS", address))
+        text = text.replace("ADDRESS", address).replace("SAME_HOST", same_host)
+        (tmp_path / f"{name}.toml").write_text(text)
         started.append(Service(tmp_path, name))
         return started[-1]
 
@@ -121,16 +123,18 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Service]]:
         segment.unlink()  # gigabytes that pytest would keep
 
 
+@pytest.mark.parametrize("same_host", ["false", "true"])
 def test_samples_of_32k_tokens_take_no_memory_beyond_the_configured_windows(
-    start: Callable[[str], Service],
+    start: Callable[[str, str], Service],
+    same_host: str,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
     """A sample of 32K tokens has 1.7 GB; a copy of it anywhere would show."""
-    consumer = start("consumer")
+    consumer = start("consumer", same_host)
     consumer.says("waiting for the producer")
     consumer.is_idle()
-    producer = start("producer")
+    producer = start("producer", same_host)
     producer.says("serving")
     producer.is_idle()  # the configured rate lets the first sample come a second later
     received = tmp_path / RECEIVED

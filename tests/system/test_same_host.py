@@ -36,7 +36,10 @@ def train(stream: HiddenStateStream) -> list[int]:
 
 
 def test_consumer_on_the_producers_host_reads_files_without_being_told_to(tmp_path: Path) -> None:
-    with producing(tmp_path / "spool") as producer, consuming(producer.address) as stream:
+    with (
+        producing(tmp_path / "spool") as producer,
+        consuming(producer.address, same_host=True) as stream,
+    ):
         producer.generate(range(20))
         producer.server.finish()
         assert sorted(train(stream)) == list(range(20))
@@ -47,7 +50,7 @@ def test_consumer_on_the_producers_host_reads_files_without_being_told_to(tmp_pa
 def test_consumer_that_is_told_not_to_gets_its_samples_over_the_connection(tmp_path: Path) -> None:
     with (
         producing(tmp_path / "spool") as producer,
-        consuming(producer.address, same_host=False) as stream,
+        consuming(producer.address) as stream,
     ):
         producer.generate(range(20))
         producer.server.finish()
@@ -75,7 +78,7 @@ def test_byte_that_rots_in_a_file_is_refused_and_its_sample_made_again(
         producer.generate(range(3))
         path = tmp_path / "spool" / "00000002.seg"
         flip(path, path.stat().st_size // 2)
-        with consuming(producer.address) as stream:
+        with consuming(producer.address, same_host=True) as stream:
             items = iter(stream)
             seen = [next(items)["id"].ordinal for _ in range(2)]
             again = producer.server.regenerate.get(timeout=20)
@@ -90,7 +93,7 @@ def test_file_cut_short_under_a_reader_is_a_damaged_sample_and_no_crash(tmp_path
     with producing(tmp_path / "spool", segment_bytes=1) as producer:
         producer.generate(range(3))
         os.truncate(tmp_path / "spool" / "00000001.seg", 2000)
-        with consuming(producer.address) as stream:
+        with consuming(producer.address, same_host=True) as stream:
             items = iter(stream)
             seen = [next(items)["id"].ordinal for _ in range(2)]
             again = producer.server.regenerate.get(timeout=20)
@@ -105,7 +108,7 @@ def test_more_segments_than_files_are_held_open(tmp_path: Path) -> None:
     with producing(tmp_path / "spool", segment_bytes=1) as producer:
         producer.generate(range(samples))
         producer.server.finish()
-        with consuming(producer.address) as stream:
+        with consuming(producer.address, same_host=True) as stream:
             before = len(os.listdir("/proc/self/fd"))
             assert sorted(train(stream)) == list(range(samples))
             assert stream.statistics().client.producers[0].same_host
@@ -113,10 +116,13 @@ def test_more_segments_than_files_are_held_open(tmp_path: Path) -> None:
 
 
 def test_freed_segment_takes_no_disk_though_a_member_has_it_open(tmp_path: Path) -> None:
-    """A consumer that has nothing to do closed nothing, and the disk stayed full."""
+    """A consumer that has nothing to do closed nothing, and the disk stayed full. (The quota leaves
+    no room for a spare.)"""
     with (
-        producing(tmp_path / "spool", segment_bytes=1, keep_checkpoints=1) as producer,
-        consuming(producer.address) as stream,
+        producing(
+            tmp_path / "spool", segment_bytes=1, keep_checkpoints=1, quota_bytes=1
+        ) as producer,
+        consuming(producer.address, same_host=True) as stream,
     ):
         producer.generate(range(8))
         items = iter(stream)
@@ -160,7 +166,10 @@ def test_keys_are_no_hindrance(tmp_path: Path) -> None:
 
 def test_stranger_who_knows_the_sockets_name_is_handed_nothing(tmp_path: Path) -> None:
     """Any user can read the name in /proc/net/unix."""
-    with producing(tmp_path / "spool") as producer, consuming(producer.address) as stream:
+    with (
+        producing(tmp_path / "spool") as producer,
+        consuming(producer.address, same_host=True) as stream,
+    ):
         producer.generate(range(3))
         producer.server.finish()
         items = iter(stream)
@@ -227,7 +236,7 @@ def test_host_that_can_open_no_more_files_goes_on_over_the_connection(tmp_path: 
     with producing(tmp_path / "spool", segment_bytes=1) as producer:
         producer.generate(range(6))
         producer.server.finish()
-        with consuming(producer.address, buffer=one_at_a_time) as stream:
+        with consuming(producer.address, buffer=one_at_a_time, same_host=True) as stream:
             items = iter(stream)
             seen = [next(items)["id"]]
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness import relaying
-from processes import SAMPLES, Run
+from processes import PATHS, SAMPLES, Run
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -27,9 +27,12 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Run]]:
         run.kill_all()
 
 
-def test_a_run_ends_by_itself_with_every_sample_trained_once(start: Callable[..., Run]) -> None:
+@PATHS
+def test_a_run_ends_by_itself_with_every_sample_trained_once(
+    start: Callable[..., Run], path: tuple[str, ...]
+) -> None:
     run = start()
-    producer, consumer = run.start("producer"), run.start("consumer")
+    producer, consumer = run.start("producer", *path), run.start("consumer")
     run.succeeds(consumer)
     run.succeeds(producer)
     assert run.trained() == run.expected()
@@ -66,9 +69,12 @@ def test_stopped_producer_goes_on_at_its_next_start(
     assert run.trained() == run.expected()
 
 
-def test_killed_consumer_trains_the_rest_from_its_checkpoint(start: Callable[..., Run]) -> None:
+@PATHS
+def test_killed_consumer_trains_the_rest_from_its_checkpoint(
+    start: Callable[..., Run], path: tuple[str, ...]
+) -> None:
     run = start(500)
-    producer, consumer = run.start("producer"), run.start("consumer")
+    producer, consumer = run.start("producer", *path), run.start("consumer")
     run.wait_for_lines("consumer/steps.jsonl", SAMPLES // 3)
     consumer.kill()
     assert run.ended(consumer)[0] == -signal.SIGKILL

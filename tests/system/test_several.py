@@ -86,7 +86,8 @@ def test_nothing_comes_before_all_producers_are_there_unless_told_to_go_without(
     assert sorted([item["id"].ordinal, *rest]) == list(range(32))
 
 
-def test_takeover_stops_the_old_consumer_and_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("same_host", [False, True])
+def test_takeover_stops_the_old_consumer_and_loses_nothing(tmp_path: Path, same_host: bool) -> None:
     with (
         producing(tmp_path / "a", shards="0", session_timeout_seconds=60) as first,
         producing(tmp_path / "b", shards="1", session_timeout_seconds=60) as second,
@@ -94,7 +95,7 @@ def test_takeover_stops_the_old_consumer_and_loses_nothing(tmp_path: Path) -> No
         for producer, ordinals in ((first, A), (second, B)):
             producer.generate(ordinals)
             producer.server.finish()
-        with consuming(first.address, second.address) as old:
+        with consuming(first.address, second.address, same_host=same_host) as old:
             iterator = iter(old)
             before = []
             for step in range(5):
@@ -105,7 +106,9 @@ def test_takeover_stops_the_old_consumer_and_loses_nothing(tmp_path: Path) -> No
             old.committed(checkpoint)
             assert old.wait_committed(20)
             attach = Attach(takeover=True)
-            with consuming(first.address, second.address, attach=attach) as new:
+            with consuming(
+                first.address, second.address, attach=attach, same_host=same_host
+            ) as new:
                 new.load_state_dict(checkpoint)
                 after = train(new)
                 with pytest.raises(Fenced):

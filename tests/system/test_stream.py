@@ -37,8 +37,15 @@ def train(stream: HiddenStateStream, limit: int | None = None) -> list[int]:
     return seen
 
 
-def test_every_sample_arrives_once_with_its_own_tensors(tmp_path: Path) -> None:
-    with producing(tmp_path / "spool") as producer, consuming(producer.address) as stream:
+PATHS = pytest.mark.parametrize("same_host", [False, True])
+
+
+@PATHS
+def test_every_sample_arrives_once_with_its_own_tensors(tmp_path: Path, same_host: bool) -> None:
+    with (
+        producing(tmp_path / "spool") as producer,
+        consuming(producer.address, same_host=same_host) as stream,
+    ):
         producer.generate(range(40))
         producer.server.finish()
         seen: list[int] = []
@@ -98,17 +105,20 @@ def test_producer_exits_when_the_final_checkpoint_is_committed(tmp_path: Path) -
         assert producer.server.all_terminal.wait(10)
 
 
-def test_trained_but_uncommitted_samples_are_delivered_again_after_a_crash(tmp_path: Path) -> None:
+@PATHS
+def test_trained_but_uncommitted_samples_are_delivered_again_after_a_crash(
+    tmp_path: Path, same_host: bool
+) -> None:
     with producing(tmp_path / "spool") as producer:
         producer.generate(range(12))
         producer.server.finish()
-        with consuming(producer.address) as first:
+        with consuming(producer.address, same_host=same_host) as first:
             before = train(first, limit=4)
             checkpoint = first.state_dict()
             first.committed(checkpoint)
             assert first.wait_committed(10)
             train(first, limit=3)  # lost with the crash: no checkpoint holds them
-        with consuming(producer.address) as second:
+        with consuming(producer.address, same_host=same_host) as second:
             second.load_state_dict(checkpoint)
             after = train(second)
     assert sorted(before + after) == list(range(12))
@@ -263,7 +273,7 @@ def test_sample_that_the_disk_does_not_give_back_is_made_again(tmp_path: Path) -
     with producing(tmp_path / "spool", segment_bytes=1) as producer:
         producer.generate(range(3))
         make_unreadable(tmp_path / "spool" / "00000001.seg")
-        with consuming(producer.address, same_host=False) as stream:
+        with consuming(producer.address) as stream:
             items = iter(stream)
             seen = [next(items)["id"].ordinal for _ in range(2)]
             again = producer.server.regenerate.get(timeout=20)
@@ -273,10 +283,11 @@ def test_sample_that_the_disk_does_not_give_back_is_made_again(tmp_path: Path) -
     assert [id.ordinal for id in again] == [0]
 
 
-def test_link_that_is_cut_and_mended_delivers_the_rest(tmp_path: Path) -> None:
+@PATHS
+def test_link_that_is_cut_and_mended_delivers_the_rest(tmp_path: Path, same_host: bool) -> None:
     with producing(tmp_path / "spool") as producer, relaying(producer.address) as relay:
         producer.generate(range(3))
-        with consuming(relay.address) as stream:
+        with consuming(relay.address, same_host=same_host) as stream:
             iterator = iter(stream)
             items = [next(iterator) for _ in range(2)]
             relay.cut()

@@ -207,7 +207,7 @@ def test_every_message_of_a_stream_was_translated(
 def test_member_of_1_0_gets_no_rows_of_a_spool_that_was_filled_for_another(tmp_path: Path) -> None:
     """It was refused by the first of them, again and again: it does not know the codec."""
     with producing(tmp_path / "spool") as producer:
-        with consuming(producer.address):
+        with consuming(producer.address, same_host=True):
             eventually(lambda: bool(producer.server.statistics().same_host), "on one host")
             producer.generate(range(20))
         assert producer.spool.read_chunk(sample(19).id, 1)[5] == codecs.ROWS.number
