@@ -166,6 +166,7 @@ def seen(running: Sequence[Running]) -> Seen | None:
         one.outlook.recent_rows_per_second for one in measured if isinstance(one.outlook, Forecast)
     ]
     encoded, logical = _sum(measured, "encoded_bytes_total"), _sum(measured, "logical_bytes_total")
+    packed = encoded and not _sum(measured, "same_host_members")  # for those nothing is made small
     return Seen(
         samples=samples,
         prompts=sum(one.now.prompts for one in running),
@@ -174,7 +175,7 @@ def seen(running: Sequence[Running]) -> Seen | None:
         output_tokens_per_second=share * sum(rates),
         recent_output_tokens_per_second=share * sum(recent),
         rows_per_second=sum(rates) / len(measured),
-        ratio=logical / encoded if encoded else None,
+        ratio=logical / encoded if packed else None,
         states_bytes_per_second=logical / fed * sum(rates) if fed else 0.0,
         generation_seconds=max(
             now.prompts * mean_rows(now) / rate for now, rate in zip(readings, rates, strict=True)

@@ -135,21 +135,26 @@ def _consumer_rows(now: ConsumerSnapshot, rates: Rates) -> list[Row]:
 
 def _members(now: ProducerSnapshot) -> str:
     ranks = f" ({', '.join(now.members)})" if now.members else ""
-    names = f"{len(now.members) or 'none'} attached{ranks}{_here(len(now.same_host))}"
+    local = here(len(now.same_host), len(now.members))
+    names = f"{len(now.members) or 'none'} attached{ranks}{local}"
     return f"{names}, term {now.term}" if now.term else names
 
 
 def _link(now: ConsumerSnapshot) -> str:
-    here = [state in ("granted", "open") for state in now.producers.values()]
-    count = f" to {sum(here)} of {len(here)} producers" if len(here) > 1 else ""
+    linked = [state in ("granted", "open") for state in now.producers.values()]
+    count = f" to {sum(linked)} of {len(linked)} producers" if len(linked) > 1 else ""
     if not now.attached:
-        return f"attached{count}" if any(here) else "waiting for the producer"
+        return f"attached{count}" if any(linked) else "waiting for the producer"
     draining = ", draining" * now.draining
-    return f"attached{count}{_here(len(now.same_host))}, term {now.term}{draining}"
+    local = here(len(now.same_host), sum(linked))
+    return f"attached{count}{local}, term {now.term}{draining}"
 
 
-def _here(links: int) -> str:
-    return ", on this host" if links == 1 else f", {links} on this host" if links else ""
+def here(local: int, links: int) -> str:
+    """How many of the links are to this host's own, behind other words."""
+    if not local:
+        return ""
+    return ", on this host" if local == links else f", {local} of {links} on this host"
 
 
 def _stream(now: Snapshot, rates: Rates) -> str:

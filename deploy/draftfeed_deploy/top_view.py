@@ -14,6 +14,7 @@ from draftfeed_deploy.drift import drifting
 from draftfeed_deploy.forecast import Forecast, Outlook, TooEarly, together
 from draftfeed_deploy.forecast_words import outlook_words
 from draftfeed_deploy.plan_units import show
+from draftfeed_deploy.progress import here
 from draftfeed_deploy.records import ConsumerSnapshot
 from draftfeed_deploy.status import STALE_SECONDS
 from draftfeed_deploy.top_watch import Service, totals
@@ -208,7 +209,7 @@ def _producer(document: Document) -> Seen | None:
     )
     names = " ".join(state.members[:MEMBERS_SHOWN])
     members = f"members {names}" if state.members else "no members"
-    members += " (same host)" if state.same_host else ""
+    members += here(len(state.same_host), len(state.members))
     words = f"  term {state.term}, commit {_seconds(state.commit_age_seconds)} ago, {members}"
     return Seen(document.state, figures, words, DIM if state.members else WARNING)
 
@@ -227,7 +228,7 @@ def _consumer(document: Document) -> Seen | None:
     away = [f"{name} {link}" for name, link in state.producers.items() if link not in LINKED]
     words = f"  term {state.term}, step {state.step:,}{_loss(state)}, "
     words += f"{state.uncommitted:,} uncommitted"
-    words += ", same host" if state.same_host else ""
+    words += here(len(state.same_host), len(state.producers))
     words += f"; {', '.join(away)}" if away else ""
     style = BAD if state.loss_lost else WARNING if away else DIM
     return Seen(_attached(state), figures, words, style)

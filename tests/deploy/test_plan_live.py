@@ -27,7 +27,9 @@ MADE, ROWS, PROMPT, RESPONSE = 2000, 1000, 401, 600
 """Samples, rows of each: of p and r tokens, p + r - 1."""
 
 
-def steady(rate: float, prompts: int = 10_000, standing: bool = False) -> Callable[[], Any]:
+def steady(
+    rate: float, prompts: int = 10_000, standing: bool = False, same_host: tuple[str, ...] = ()
+) -> Callable[[], Any]:
     """A producer that has made MADE samples at that many rows a second, and goes on."""
     began, rows = time.monotonic(), MADE * ROWS
     lengths = no_lengths()
@@ -47,6 +49,8 @@ def steady(rate: float, prompts: int = 10_000, standing: bool = False) -> Callab
             logical_bytes=rows * 640,
             encoded_bytes=rows * 400,
             spooled=MADE,
+            members=("0", "1"),
+            same_host=same_host,
         )
 
     return snapshot
@@ -85,6 +89,16 @@ def test_last_of_several_producers_decides(capsys: pytest.CaptureFixture[str]) -
     assert [one["url"] for one in running["producers"]] == [fast, slow]
     assert running["forecast"]["seconds"] == pytest.approx(8000 * ROWS / 1000, rel=0.05)
     assert running["forecast"]["left"] == 16_000
+
+
+def test_ratio_of_samples_that_were_not_compressed_is_not_taken_for_the_networks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A plan for two nodes, made from a trial on one, asked for half as much network again."""
+    with shown(steady(5000, same_host=("0",))) as url:
+        found = planned(capsys, "--scenario", "b-split", "--from", url)
+    assert "stream.ratio" not in {row["key"] for row in found["running"]["deviations"]}
+    assert found["plans"][0]["assumptions"]["stream.ratio"]["source"] != "measured"
 
 
 def test_measurements_replace_assumptions_and_are_compared_with_them(

@@ -96,6 +96,19 @@ def test_members_and_term_are_named_so_that_a_takeover_is_seen() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("local", "links", "words"),
+    [
+        (0, 8, ""),
+        (1, 1, ", on this host"),
+        (8, 8, ", on this host"),
+        (1, 8, ", 1 of 8 on this host"),
+    ],
+)
+def test_one_member_of_this_host_does_not_stand_for_all(local: int, links: int, words: str) -> None:
+    assert progress.here(local, links) == words
+
+
 def test_samples_that_were_made_again_are_counted() -> None:
     assert "samples 5 of 200 (2 made again);" in text_of(produced(1.0, spooled=5, regenerated=2))
 
