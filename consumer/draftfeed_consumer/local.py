@@ -10,11 +10,9 @@ from array import array
 
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedChunk
-from draftfeed_proto.limits import MAX_LOCAL_FILES
+from draftfeed_proto.limits import FILE_NUMBER_BYTES, MAX_LOCAL_FILES
 
 logger = logging.getLogger(__name__)
-
-NUMBER_BYTES = 8
 
 
 class HandoverLost(Exception):
@@ -74,10 +72,12 @@ class LocalFiles:
         try:
             # recv_fds takes flags and passes none on: a trainer's children would get the files.
             data, beside, flags, _ = self._link.recvmsg(
-                NUMBER_BYTES, socket.CMSG_LEN(array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+                FILE_NUMBER_BYTES, socket.CMSG_LEN(array("i").itemsize), socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
             raise HandoverLost(f"no file came ({error.strerror})") from None
+        if not data:
+            raise HandoverLost("the producer hands over no more files")
         handed = [rights for _, kind, rights in beside if kind == socket.SCM_RIGHTS]
         fds = array("i", b"".join(handed))
         files = [_File(fd) for fd in fds]  # each closes its own, whatever is wrong with it

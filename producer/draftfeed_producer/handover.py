@@ -15,14 +15,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from draftfeed_proto.limits import MAX_LOCAL_FILES, MAX_NAME_CHARS
+from draftfeed_proto.limits import FILE_NUMBER_BYTES, MAX_LOCAL_FILES, MAX_NAME_CHARS
 
 logger = logging.getLogger(__name__)
 
 WAITING = 16
 """Connections that have not said yet whose they are; when there are more the oldest go."""
 SILENT_SECONDS = 1.0
-NUMBER_BYTES = 8
 
 
 class Handover:
@@ -122,7 +121,7 @@ class _Member:
     def _hand_over(self, path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            socket.send_fds(self._link, [self._next.to_bytes(NUMBER_BYTES, "little")], [fd])
+            socket.send_fds(self._link, [self._next.to_bytes(FILE_NUMBER_BYTES, "little")], [fd])
         finally:
             os.close(fd)
         self._numbers[path] = self._next

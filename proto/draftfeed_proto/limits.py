@@ -28,5 +28,7 @@ MAX_TERM_STEP = 1 << 32
 and nobody could have the stream any more."""
 MAX_LOCAL_FILES = 32
 """That a member of the same host holds open in a session."""
+FILE_NUMBER_BYTES = 8
+"""Of a file's number, beside its descriptor."""
 MAX_MEMBERS = 4096
 """Ranks of a group: the state of each is kept for as long as its term lasts."""

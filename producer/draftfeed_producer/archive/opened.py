@@ -44,6 +44,9 @@ class OpenSegments:
                 return self._opened[number]
         opened = _first(paths, indexed=indexed)
         with self._lock:
+            if number in self._opened:  # another thread was faster
+                opened.close()
+                return self._opened[number]
             self._opened[number] = opened
             if len(self._opened) > OPEN_SEGMENTS:
                 self._opened.popitem(last=False)[1].close()
