@@ -187,6 +187,7 @@ class Server:
         def tell() -> list[Action]:
             assert self._access is not None
             gone = self._access.shut_out()
+            self._spool.retire_files()
             for sender in gone:
                 self._drop(sender)
             return [Send(sender, SHUT_OUT) for sender in gone]

@@ -96,6 +96,24 @@ def test_a_tool_that_reads_a_segment_while_it_is_freed_and_written_over_sees_no_
     spool.close()
 
 
+def test_who_was_shut_out_reads_nothing_that_comes_later(tmp_path: Path) -> None:
+    """A member of this host keeps the files that it was handed."""
+    spool = filled(tmp_path)
+    spool.commit(1, ids(*range(6)), term=1)
+    handed = {path.stat().st_ino for path in [*segment_files(tmp_path), *spares(tmp_path)]}
+    opened = [path.open("rb") for path in [*segment_files(tmp_path), *spares(tmp_path)]]
+    spool.retire_files()
+    for k in range(12, 40):
+        spool.append(sample(k))
+        spool.commit(k, ids(*range(k)), term=1)
+    new = segment_files(tmp_path)[1:]  # one may have been in use
+    assert not handed & {path.stat().st_ino for path in new}
+    assert spares(tmp_path)
+    for file in opened:
+        file.close()
+    spool.close()
+
+
 def test_all_files_together_stay_below_the_quota(tmp_path: Path) -> None:
     spool = filled(tmp_path, 4, quota_bytes=10 * SEGMENT_BYTES)
     for k in range(4, 40):

@@ -51,6 +51,8 @@ class Samples:
         """Being written to right now."""
         self._dirty: Segment | None = None
         """Written to since the last sync; one that is full is synced before another begins."""
+        self._reused_from = 0
+        """Number of the first segment whose file may be given to another."""
         self._synced_at = time.monotonic()
         self.fresh = Fresh()
 
@@ -191,6 +193,7 @@ class Samples:
 
     def _discard(self, segment: Segment, reuse_bytes: int) -> None:
         room = self.used_bytes + self._spares.bytes <= reuse_bytes
+        room = room and segment.number >= self._reused_from
         try:
             if not (room and segment.spare(self._spares, sync=self._fsync != "never")):
                 segment.unlink()
@@ -198,6 +201,12 @@ class Samples:
             with self.changed:
                 del self._leaving[segment.number]
                 self.changed.notify_all()
+
+    def retire_files(self) -> None:
+        """No new segment gets a file that is here now."""
+        with self.changed:  # or one would be taken meanwhile
+            self._reused_from = self._number + 1
+            self._spares.clear()
 
     def closed(self, segment: Segment) -> bool:
         """Whether nothing is ever appended to it again, by the next process either."""
@@ -256,9 +265,11 @@ class Samples:
             if current is not None and self._appendable(current):
                 self._busy = current
                 return current
-        self._number += 1
+        with self.changed:
+            self._number += 1
+            spare = self._spares.take()
         path = self._directory / f"{self._number:08d}.seg"
-        segment = Segment.create(path, self._number, self._stream_id, self._spares.take())
+        segment = Segment.create(path, self._number, self._stream_id, spare)
         with self.changed:
             self._segments[self._number] = self._busy = segment
         return segment

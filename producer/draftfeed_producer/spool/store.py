@@ -147,6 +147,11 @@ class Spool:
         say so."""
         self._samples.fresh.wanted = wanted
 
+    def retire_files(self) -> None:
+        """Somebody who must not read on may have the segments' files open: what comes is written
+        to others."""
+        self._samples.retire_files()
+
     def read_chunk(self, id: SampleId, index: int) -> bytes | memoryview:
         """Raises KeyError when the sample is not here."""
         return self._samples.read_chunk(id, index)
