@@ -41,6 +41,7 @@ _SKIPPED = {
     "logical_bytes",
     "trained_count",
     "copies",
+    "replayable",
     "_states",
     "_tokens",
     "now",
