@@ -1,11 +1,14 @@
 """Segments are written over the files of those that nobody needs any more."""
 
+import resource
 import shutil
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftfeed_producer.errors import SpoolFull
 from draftfeed_producer.spool import Spool
 from draftfeed_producer.spool import space as space_module
 from draftfeed_producer.spool.reader import Reader
@@ -93,6 +96,22 @@ def test_a_tool_that_reads_a_segment_while_it_is_freed_and_written_over_sees_no_
     assert not list(looks)
     assert reader.sample(record) is None
     assert reader.frame(record, 0) is None
+    spool.close()
+
+
+def test_spare_that_cannot_be_opened_leaves_no_segment(tmp_path: Path) -> None:
+    """Its file had the segment's name by then, and the next start found a sample cut short."""
+    spool = filled(tmp_path)
+    spool.commit(1, ids(*range(12)), term=1)
+    before = segment_files(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(SpoolFull):
+            deque(map(spool.append, map(sample, range(12, 24))), maxlen=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert segment_files(tmp_path) == before
     spool.close()
 
 

@@ -85,15 +85,16 @@ class Segment:
         cls, path: Path, number: int, stream_id: str, spare: Path | None = None
     ) -> "Segment":
         """spare: a file to write it over. Raises OSError; no file is left then."""
-        if spare is not None:
-            spare.rename(path)
         new = os.O_CREAT | os.O_EXCL if spare is None else 0
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | new, 0o644)
-        segment = cls(path, number, fd, 0)
+        fd = os.open(spare or path, os.O_RDWR | os.O_CLOEXEC | new, 0o644)
+        segment = cls(spare or path, number, fd, 0)
         segment._reserved = os.fstat(fd).st_size
         header = msgspec.msgpack.encode(SegmentHeader(stream_id, number))
         try:
             segment.end = entries.write(fd, 0, Kind.SEGMENT, header)
+            if spare is not None:
+                spare.rename(path)
+                segment.path = path
             sync_directory(path.parent)
         except BaseException:
             segment.unlink()
