@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftfeed_producer.archive import Archive, ArchiveConfig, ArchivedSpool
+from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.spool import SpoolConfig
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import Assembler
@@ -75,6 +76,22 @@ def read(archive: Archive | ArchivedSpool, id: SampleId) -> str:
     for index in range(header.chunks):
         assembler.add(archive.read_chunk(id, index))
     return assembler.sample().digest()
+
+
+def the_other_copy_serves(spool: ArchivedSpool, ordinal: int) -> None:
+    """When the copy of this line that is served first is damaged, and nothing does when both are.
+    In epoch 1."""
+    id = sample(ordinal).id.in_epoch(1)
+    shelf = Shelf(spool)
+    shelf.begin(1, lines([ordinal], epoch=1))
+    assert shelf.take() is not None
+    assert not spool.whole(id)
+    spool.void(id, "damaged")
+    assert shelf.give_back(id)
+    assert shelf.take() is not None
+    assert read(spool, id) == sample(ordinal).digest()
+    spool.void(id, "damaged, too")
+    assert not shelf.give_back(id)
 
 
 def segments(*roots: Path) -> list[Path]:

@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from archive_helpers import archive_samples, archiving, lines, opened, read, segments
+from archive_helpers import (
+    archive_samples,
+    archiving,
+    lines,
+    opened,
+    read,
+    segments,
+    the_other_copy_serves,
+)
 from draftfeed_producer.archive import Archive, ArchiveConfig
 from draftfeed_producer.archive.reader import ArchiveReader
-from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import SyntheticConfig
 from draftfeed_producer.errors import ArchiveError
@@ -44,16 +51,7 @@ def test_a_copied_root_beside_the_first_makes_up_for_rotten_bytes(
     with opened(*roots) as archive, archiving(tmp_path / "spool", archive) as spool:
         first = archive.path_of(id).with_suffix(".seg")
         flip(first, first.stat().st_size // 2)
-        shelf = Shelf(spool)
-        shelf.begin(1, lines([1], epoch=1))
-        assert shelf.take() is not None
-        assert not spool.whole(id)
-        spool.void(id, "damaged")
-        assert shelf.give_back(id)
-        assert shelf.take() is not None
-        assert read(spool, id) == sample(1).digest()
-        spool.void(id, "damaged, too")
-        assert not shelf.give_back(id)
+        the_other_copy_serves(spool, 1)
         assert id not in archive
 
 

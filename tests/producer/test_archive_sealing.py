@@ -22,6 +22,7 @@ from archive_helpers import (
     opened,
     read,
     segments,
+    the_other_copy_serves,
 )
 from draftfeed_producer.archive import Archive, ArchiveConfig, ArchivedSpool, archiver
 from draftfeed_producer.archive.sealed import digest_of
@@ -248,16 +249,7 @@ def test_damaged_sample_is_served_from_its_other_copy(tmp_path: Path) -> None:
         first = archive.path_of(id).with_suffix(".seg")
         flip(first, first.stat().st_size // 2)
         with archiving(tmp_path / "three", archive) as spool:
-            shelf = Shelf(spool)
-            shelf.begin(1, lines([1], epoch=1))
-            assert shelf.take() is not None
-            assert not spool.whole(id)
-            spool.void(id, "damaged")
-            assert shelf.give_back(id)
-            assert shelf.take() is not None
-            assert read(spool, id) == sample(1).digest()
-            spool.void(id, "damaged, too")
-            assert not shelf.give_back(id)
+            the_other_copy_serves(spool, 1)
 
 
 def test_damage_at_rest_is_made_again_once_and_takes_the_place_of_the_old(tmp_path: Path) -> None:
