@@ -29,7 +29,7 @@ from archive_peer import decode, receive
 from archive_producers import Generated, Replayed, Size, generate, replay
 from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_producer.archive.roots import read_contents
-from report import leave, say
+from report import leave, options_of, say
 from rounds import Spread, in_turn
 from this_machine import this_machine
 
@@ -74,7 +74,7 @@ def main() -> int:
         "generation": [{arm: _figures(one[arm]) for arm in one} for one in made],
         "summary": {figure: spread._asdict() for figure, spread in summary.items()},
     }
-    leave(options, result, "archive.json")
+    leave(options, result)
     return 0
 
 
@@ -255,12 +255,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=2500.0, help="tokens/s of the paced arms")
     parser.add_argument("--dir", type=Path, help="where the archive is made; default: TMPDIR")
     parser.add_argument("--quick", action="store_true", help="next to nothing, one round: a test")
-    parser.add_argument("--json", action="store_true", help="everything, as one document")
-    parser.add_argument("--write", action="store_true", help="leave results/archive.json")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 1
-    return options
+    return options_of(parser, "archive.json")
 
 
 if __name__ == "__main__":

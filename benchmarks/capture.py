@@ -26,7 +26,7 @@ from draftfeed_producer.engines.config import SGLangConfig
 from draftfeed_producer.engines.sglang.engine import SGLangEngine
 from draftfeed_producer.engines.sglang.slabs import SlabShape
 from draftfeed_producer.target import TargetConfig, load_target
-from report import leave, say
+from report import leave, options_of, say
 from this_machine import this_machine
 
 HERE = Path(__file__).parent
@@ -83,7 +83,7 @@ def main() -> int:
     result = _document(options, machine, rounds, stages, turns[1:])
     for line in _words(result):
         say(options, line)
-    leave(options, result, "capture-cpu.json")
+    leave(options, result)
     return 0
 
 
@@ -273,9 +273,7 @@ def _options() -> argparse.Namespace:
         default=str(HERE.parent / ".venv-sglang" / "bin" / "python"),
         help="the interpreter that has SGLang",
     )
-    parser.add_argument("--json", action="store_true", help="every round's figures as one document")
-    parser.add_argument("--write", action="store_true", help="and to results/capture-cpu.json")
-    return parser.parse_args()
+    return options_of(parser, "capture-cpu.json")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from draftfeed_deploy.bench_codec import (
 from draftfeed_producer.target import Target, TargetConfig, load_target
 from draftfeed_proto.codecs import packed
 from draftfeed_proto.sample import DEFAULT_CHUNK_BYTES
-from report import leave, say
+from report import leave, options_of, say
 from this_machine import this_machine
 
 CPU_FLAGS = ("avx2", "bmi2", "avx512f", "avx512bw", "avx512vl", "avx512vbmi", "avx512_vbmi2")
@@ -110,7 +110,7 @@ def main() -> int:
         "sets": [_document(item) for item in measured],
     }
     tell("\n".join(["", *_words(result)]))
-    leave(options, result, "codec.json")
+    leave(options, result)
     return 0
 
 
@@ -231,9 +231,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--chunks", type=int, default=2, help="4 MiB each, of each text")
     parser.add_argument("--target", help="model directory; by default SmolLM2-135M")
     parser.add_argument("--layers", type=_ids, help="ids to take; by default five of them")
-    parser.add_argument("--json", action="store_true", help="every round's figures as one document")
-    parser.add_argument("--write", action="store_true", help="and to results/codec.json")
-    return parser.parse_args()
+    return options_of(parser, "codec.json")
 
 
 if __name__ == "__main__":

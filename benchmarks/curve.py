@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from draftfeed_deploy.keygen import write_pair
-from report import leave, say
+from report import leave, options_of, say
 from rounds import Spread, in_turn
 from this_machine import this_machine
 
@@ -98,7 +98,7 @@ def main() -> int:
         result[field] = {name: spread._asdict() for name, spread in figures.items()}
         words = ", ".join(f"{name} {spread}" for name, spread in figures.items())
         say(options, f"{field.replace('_', ' ')} a GB: {words}")
-    leave(options, result, "curve.json")
+    leave(options, result)
     return 0
 
 
@@ -168,9 +168,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The same stream with keys and without.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--samples", type=int, default=400, help="5 MB each (default: 400)")
-    parser.add_argument("--json", action="store_true", help="print every round's figures")
-    parser.add_argument("--write", action="store_true", help="leave results/curve.json")
-    return parser.parse_args()
+    return options_of(parser, "curve.json")
 
 
 if __name__ == "__main__":

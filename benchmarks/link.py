@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from link_network import ADDRESSES, Network, NoNetwork
-from report import leave, say
+from report import leave, options_of, say
 from rounds import Spread, in_turn
 from this_machine import this_machine
 from transport_run import Absent, Amount, Cell, Damaged, Hosts, Passage, run
@@ -63,7 +63,7 @@ def main() -> int:
         return 2
     for line in words(result):
         say(options, line)
-    leave(options, {"machine": machine, **result}, "link.json")
+    leave(options, {"machine": machine, **result})
     return 0
 
 
@@ -151,12 +151,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="where spools are made; default: TMPDIR")
     parser.add_argument("--quick", action="store_true", help="one link, next to nothing: a test")
-    parser.add_argument("--json", action="store_true", help="print everything, as one document")
-    parser.add_argument("--write", action="store_true", help="leave results/link.json")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 1
-    return options
+    return options_of(parser, "link.json")
 
 
 if __name__ == "__main__":

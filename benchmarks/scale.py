@@ -19,7 +19,7 @@ from draftfeed_producer.engines.synthetic import (
     synthetic_ids,
     synthetic_sample,
 )
-from report import leave, say
+from report import leave, options_of, say
 from rounds import Spread
 from scale_cell import Cell, Plan, play
 from this_machine import this_machine
@@ -60,7 +60,7 @@ def main() -> int:
     }
     rounds = {name: [cell._asdict() for cell in some] for name, some in cells.items()}
     document = {"machine": machine, "setup": setup, "summary": summary, "rounds": rounds}
-    leave(options, document, "scale.json")
+    leave(options, document)
     return 0
 
 
@@ -184,9 +184,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0, help="of one cell (default: 8)")
     parser.add_argument("--idle", type=float, default=3.0, help="before that, nothing to send")
     parser.add_argument("--quick", action="store_true", help="1x1 and 4x2, once, for seconds")
-    parser.add_argument("--json", action="store_true", help="print everything, as one document")
-    parser.add_argument("--write", action="store_true", help="leave results/scale.json")
-    options = parser.parse_args()
+    options = options_of(parser, "scale.json")
     if options.cells == ["all"]:
         options.cells = [f"{n}x{m}" for n in PRODUCERS for m in MEMBERS]
     if options.quick:

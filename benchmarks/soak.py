@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from children import DRAFTFEED, TAKEN_OVER, Children, free_port
-from report import leave, say
+from report import leave, options_of, say
 from soak_trainer import newest
 from soak_watch import Growth, Look, directory_bytes, growth, look, scrape, thinned
 from this_machine import this_machine
@@ -216,7 +216,7 @@ def main() -> int:
     }
     for line in words(result):
         say(options, line)
-    leave(options, {"machine": machine, "setup": setup, **result}, "soak.json")
+    leave(options, {"machine": machine, "setup": setup, **result})
     return 0 if not result["faults"] else 1
 
 
@@ -447,9 +447,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--swap-every", type=float, default=5.0, help="minutes (default: 5)")
     parser.add_argument("--leak", type=float, default=2.0, help="MB/h that count as one")
     parser.add_argument("--dir", type=Path, help="a new one, which is kept, with all logs")
-    parser.add_argument("--json", action="store_true", help="print everything, as one document")
-    parser.add_argument("--write", action="store_true", help="leave results/soak.json")
-    return parser.parse_args()
+    return options_of(parser, "soak.json")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from report import leave, say
+from report import leave, options_of, say
 from rounds import Spread, in_turn
 from this_machine import this_machine
 from transport_report import FIGURES, NOTES, goals, versions, words
@@ -105,7 +105,7 @@ def main() -> int:
     result["goals"] = goals(result)
     for line in words(result):
         say(options, line)
-    leave(options, result, "transport.json")
+    leave(options, result)
     return 0
 
 
@@ -251,12 +251,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, help="where spools are made; default: TMPDIR")
     parser.add_argument("--quick", action="store_true", help="next to nothing, one round: a test")
     parser.add_argument("--corrupt", action="store_true", help="spoil a sample: it must be noticed")
-    parser.add_argument("--json", action="store_true", help="everything, as one document")
-    parser.add_argument("--write", action="store_true", help="leave results/transport.json")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds = 1
-    return options
+    return options_of(parser, "transport.json")
 
 
 if __name__ == "__main__":
