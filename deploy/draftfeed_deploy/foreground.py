@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,10 @@ from draftfeed_deploy.progress import Lines, Panels
 from draftfeed_deploy.records import Snapshot
 
 logger = logging.getLogger(__name__)
+
+ONCE_SECONDS = 0.5
+"""timeout(1), and whatever passes a terminal's Ctrl-C on, send each signal twice: to the process
+and to its group."""
 
 
 def open_log(stack: ExitStack, run_dir: Path | None, name: str) -> JsonLines | None:
@@ -69,17 +74,24 @@ def interrupt() -> None:
 
 @contextmanager
 def on_signal(act: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `act`; the second one acts as it would without us."""
+    """SIGTERM and SIGINT call `act`; the second one acts as it would without us, unless it is the
+    same within ONCE_SECONDS."""
     kinds = (signal.SIGTERM, signal.SIGINT)
     before = {kind: signal.getsignal(kind) for kind in kinds}
+    first: tuple[int, float] | None = None
 
     def restore() -> None:
         for kind, handler in before.items():
             signal.signal(kind, handler)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        restore()
-        act()
+        nonlocal first
+        if first is None:
+            first = (number, time.monotonic())
+            act()
+        elif number != first[0] or time.monotonic() - first[1] >= ONCE_SECONDS:
+            restore()
+            signal.raise_signal(number)
 
     assert threading.current_thread() is threading.main_thread()
     for kind in kinds:
@@ -115,7 +127,8 @@ class GentleStop:
     def __init__(self, ask: Callable[[], None], seconds: float) -> None:
         """ask: called in the signal handler."""
         self.asked = False
-        self._ask, self._seconds = ask, seconds
+        # Our own signal must not be taken for the first one, sent twice.
+        self._ask, self._seconds = ask, max(seconds, ONCE_SECONDS)
         self._reader, self._writer = os.pipe()
         self._lock, self._over = threading.Lock(), False
         self._thread = threading.Thread(target=self._watch, name="gentle stop", daemon=True)
