@@ -53,13 +53,14 @@ and kept beside as NAME.before.
 then, on an inference node:
   systemd-sysusers                                        the group draftfeed
   draftfeed keygen /etc/draftfeed/keys/producers          once for all producers of a run
-  cp train-a.pub /etc/draftfeed/clients/                  from the training node
+  cp consumer.pub /etc/draftfeed/clients/train-a.pub      of the training node train-a: each node's
+                                                          under a name of its own
   editor /etc/draftfeed/producer.toml /etc/draftfeed/producer.env
   systemctl daemon-reload
   systemctl enable --now draftfeed-producer@{0..3} draftfeed-producer.target
 on a training node:
   systemd-sysusers
-  draftfeed keygen /etc/draftfeed/keys/consumer           consumer.pub goes to the producers
+  draftfeed keygen /etc/draftfeed/keys/consumer           its consumer.pub goes to the producers
   cp producers.pub /etc/draftfeed/
   editor /etc/draftfeed/consumer.toml
   systemctl daemon-reload

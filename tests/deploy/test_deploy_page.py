@@ -36,7 +36,8 @@ def producer(change: dict[str, Any]) -> ProducerConfig:
 
 
 def test_the_files_are_valid():
-    assert build(CONSUMER, ConsumerConfig, "consumer.toml")
+    consumer = build(CONSUMER, ConsumerConfig, "consumer.toml")
+    assert parse_options(consumer.trainer.options).resume_from == "latest"
     assert producer({})
     assert [producer(change).capture.mode for change in CHANGES] == ["live", "prefill"]
 

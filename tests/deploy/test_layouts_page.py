@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from draftfeed_consumer.config import ConsumerConfig
+from draftfeed_consumer.trainers.specforge_options import parse_options
 from draftfeed_deploy.config import build
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_proto.keys import local
@@ -40,6 +41,19 @@ def test_consumers_connect_to_where_producers_listen(layout: str) -> None:
     addresses = [one["producer"]["addresses"] for one in TABLES[layout] if "spool" not in one]
     assert all(bind in addresses[0] for bind in binds)
     assert {local(bind) for bind in binds} == {layout != "B"}
+
+
+def test_replicas_of_every_layout_generate_responses_of_the_same_length() -> None:
+    engines = [
+        one["engine"] for _, one in ALL_TABLES if one.get("engine", {}).get("name") == "sglang"
+    ]
+    assert [engine["sampling"]["max_new_tokens"] for engine in engines] == [2048] * 4
+
+
+def test_a_trainer_that_is_started_again_is_not_refused() -> None:
+    trainers = [one["trainer"] for _, one in ALL_TABLES if "trainer" in one]
+    ready_made = [trainer for trainer in trainers if "kind" in trainer]
+    assert [parse_options(one["options"]).resume_from for one in ready_made] == ["latest"] * 2
 
 
 def test_the_filler_of_the_page_is_there() -> None:
