@@ -79,11 +79,13 @@ def _trainer(trainer: TrainerConfig) -> Iterator[Finding]:
 
 def _packages(trainer: TrainerConfig) -> Finding:
     if importlib.util.find_spec("torch") is None:
-        return fail("trainer", "torch is not installed", "pip install 'draftfeed[specforge]'")
+        return fail(
+            "trainer", "torch is not installed", "in the checkout: pip install '.[specforge]'"
+        )
     if trainer.function is None:
         if importlib.util.find_spec("specforge") is None:
-            fix = "pip install 'draftfeed[specforge]' && pip install --no-deps specforge==0.2.0"
-            return fail("trainer", "SpecForge is not installed", fix)
+            fix = "pip install '.[specforge]' && pip install --no-deps specforge==0.2.0"
+            return fail("trainer", "SpecForge is not installed", f"in the checkout: {fix}")
         return ok("trainer", trainer.kind or "specforge")
     return _function(trainer.function)
 

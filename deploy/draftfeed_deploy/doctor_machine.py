@@ -62,7 +62,9 @@ def codec() -> Finding:
         return ok("codec", found)
     if not lacking:  # asked for by name
         return warn("codec", f"{found}: many times slower", f"unset {packed.VARIABLE}")
-    fix = "apt-get install gcc libc6-dev && pip install --force-reinstall --no-deps draftfeed"
+    fix = (
+        "apt-get install gcc libc6-dev; in the checkout: pip install --force-reinstall --no-deps ."
+    )
     return warn("codec", f"{found}: many times slower ({lacking})", fix)
 
 

@@ -84,7 +84,7 @@ def _target(config: ProducerFile) -> tuple[Finding, int | None]:
     except (ProducerError, ProtoError) as error:
         return fail("target", str(error), "[target] path: a complete model directory"), None
     except ImportError as error:
-        fix = "pip install 'draftfeed[transformers]'"
+        fix = "in the checkout: pip install '.[transformers]'"
         return fail("target", f"{error.name} is not installed", fix), None
     found = f"{settings.path}, {readable_bytes(row_bytes)} of states for each token"
     return ok("target", found), row_bytes
@@ -127,7 +127,7 @@ def _engine(config: ProducerFile) -> Iterator[Finding]:
 
 
 def _sglang(python: str) -> Finding:
-    fix = f"{python} -m pip install 'draftfeed[sglang]'; docs/deploy-pro6000.md"
+    fix = f"in the checkout: {python} -m pip install '.[sglang]'; docs/deploy-pro6000.md"
     try:
         done = subprocess.run(
             [python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_SECONDS

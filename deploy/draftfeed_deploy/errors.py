@@ -39,8 +39,12 @@ class OutputError(DeployError):
 
 
 class MissingPackage(DeployError):
+    """draftfeed is in no package registry: extras are installed from a checkout of it."""
+
     def __init__(self, command: str, package: str, install: str) -> None:
-        super().__init__(f"{command} needs {package}, which is not installed; run: {install}")
+        super().__init__(
+            f"{command} needs {package}, which is not installed; in the checkout run: {install}"
+        )
         self.command, self.package, self.install = command, package, install
 
 

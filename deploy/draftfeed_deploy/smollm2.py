@@ -83,7 +83,7 @@ def _make(gguf: Path, directory: Path) -> None:
 
 def _convert(gguf: Path, out: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
-        raise SmolLM2Unavailable("the demo", "gguf", "pip install 'draftfeed[demo]'")
+        raise SmolLM2Unavailable("the demo", "gguf", "pip install '.[demo]'")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.quantization_config import GgufConfig

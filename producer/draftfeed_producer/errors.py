@@ -61,8 +61,12 @@ class LayerIdError(ProducerError):
 
 
 class MissingPackageError(ProducerError):
+    """draftfeed is in no package registry: extras are installed from a checkout of it."""
+
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; run: pip install 'draftfeed[{extra}]'")
+        super().__init__(
+            f"{package} is not installed; in the checkout run: pip install '.[{extra}]'"
+        )
         self.package, self.extra = package, extra
 
 

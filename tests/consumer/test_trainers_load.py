@@ -71,7 +71,7 @@ def test_another_version_of_specforge_is_refused_with_the_fix(
 ) -> None:
     monkeypatch.setattr(specforge, "VERSION", "9.9.9")
     with pytest.raises(
-        TrainerError, match=r"works with SpecForge 9\.9\.9, found 0\.2\.0; run: pip"
+        TrainerError, match=r"works with SpecForge 9\.9\.9, found 0\.2\.0; in the checkout run: pip"
     ):
         load(config(target, kind="specforge"))
 
@@ -83,7 +83,9 @@ def test_without_specforge_the_command_that_installs_it_is_printed(
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(TrainerError, match=r"run: pip install .*--no-deps specforge==0\.2\.0"):
+    with pytest.raises(
+        TrainerError, match=r"in the checkout run: pip install .*--no-deps specforge==0\.2\.0"
+    ):
         load(config(target, kind="specforge"))
 
 
@@ -94,7 +96,9 @@ def test_without_its_extra_the_missing_package_is_named(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "accelerate" else find(name)
     )
-    with pytest.raises(TrainerError, match=r"needs accelerate; run: pip install 'draftfeed\["):
+    with pytest.raises(
+        TrainerError, match=r"needs accelerate; in the checkout run: pip install '\.\["
+    ):
         load(config(target, kind="specforge"))
 
 

@@ -206,7 +206,10 @@ def test_package_that_the_demo_lacks_is_known_before_it_starts(
 ) -> None:
     hide(monkeypatch, package)
     line = fails(capsys, "demo", "--dir", tmp_path / "run")
-    assert f"the demo needs {package}, which is not installed; run: pip install " in line
+    assert (
+        f"the demo needs {package}, which is not installed; in the checkout run: pip install "
+        in line
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -216,7 +219,7 @@ def test_demo_whose_sglang_is_not_built_yet_says_how(
     elsewhere = tmp_path / "checkout/deploy/draftfeed_deploy/packages.py"
     monkeypatch.setattr("draftfeed_deploy.packages.__file__", str(elsewhere))
     line = fails(capsys, "demo", "--engine", "sglang", "--dir", tmp_path / "run")
-    assert line.endswith("needs SGLang, which is not installed; run: make sglang")
+    assert line.endswith("needs SGLang, which is not installed; in the checkout run: make sglang")
     assert not (tmp_path / "run").exists()
 
 
@@ -226,7 +229,7 @@ def test_consumer_without_torch(
     hide(monkeypatch, "torch")
     line = fails(capsys, "consumer", "-c", tmp_path / "consumer.toml")
     assert line.endswith(
-        "needs torch, which is not installed; run: pip install 'draftfeed[specforge]'"
+        "needs torch, which is not installed; in the checkout run: pip install '.[specforge]'"
     )
 
 

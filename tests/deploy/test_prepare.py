@@ -528,5 +528,5 @@ def test_a_package_that_is_missing_is_one_line_with_the_cure(
     )
     line = fails(capsys, "prepare", source, tmp_path / "out.jsonl", "--target", tmp_path)
     assert line.endswith(
-        f"needs {package}, which is not installed; run: pip install 'draftfeed[prepare]'"
+        f"needs {package}, which is not installed; in the checkout run: pip install '.[prepare]'"
     )

@@ -455,5 +455,5 @@ def test_without_textual_it_is_one_line(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    words = "draftfeed top needs textual, which is not installed; run: pip install 'draftfeed[top]'"
-    assert done.stderr == f"draftfeed: {words}\n"
+    how = "in the checkout run: pip install '.[top]'"
+    assert done.stderr == f"draftfeed: draftfeed top needs textual, which is not installed; {how}\n"

@@ -20,7 +20,7 @@ from draftfeed_consumer.errors import ConsumerError, ExportError
 VERSION = "0.9.0"
 BACKEND = "draftfeed_consumer.trainers.speculators_backend"
 INSTALL = (
-    f"pip install 'draftfeed[speculators]' && pip install --no-deps speculators=={VERSION} "
+    f"pip install '.[speculators]' && pip install --no-deps speculators=={VERSION} "
     f"hs-connectors=={VERSION}"
 )
 
@@ -41,9 +41,13 @@ def check_installed() -> None:
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise ExportError(f"{package} is not installed; run: {INSTALL}") from None
+            raise ExportError(
+                f"{package} is not installed; in the checkout run: {INSTALL}"
+            ) from None
         if found != VERSION:
-            raise ExportError(f"works with {package} {VERSION}, found {found}; run: {INSTALL}")
+            raise ExportError(
+                f"works with {package} {VERSION}, found {found}; in the checkout run: {INSTALL}"
+            )
 
 
 def train(argv: list[str]) -> None:
