@@ -51,6 +51,15 @@ def test_cases_notice_an_alert_that_never_fires(tmp_path: Path) -> None:
     assert [alert for alert in ALERTS if f"alertname: {alert}," not in output] == []
 
 
+def test_the_page_has_a_row_for_every_alert() -> None:
+    page = (DIRECTORY.parents[1] / "docs" / "operate.md").read_text()
+    table = page.partition("| alert | when |\n")[2].partition("\n\n")[0]
+    named = [
+        name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    ]
+    assert sorted(named) == sorted(ALERTS)
+
+
 def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_does_not() -> None:
     fired = {case["alertname"] for case in CASES if case["exp_alerts"]}
     quiet = {case["alertname"] for case in CASES if not case["exp_alerts"]}
