@@ -29,6 +29,7 @@ help:
 	@echo "make test    the whole test suite; what needs SGLang only where .venv-sglang is"
 	@echo "make test-sglang  the tests of the SGLang engine; builds .venv-sglang, 2.4 GB, with 'make sglang'"
 	@echo "make bench   draftfeed beside raw TCP, pyzmq, Mooncake, files and gRPC; a quarter of an hour"
+	@echo "make chaos   as root: breaks a run N times and counts every sample; N=300 SEED=7, two hours for 1,000"
 	@echo "make model   the delivery model, searched deeper than in the suite; hours"
 	@echo "make fuzz    hostile input for the codec's C, and hostile peers; make fuzz SECONDS=3600"
 	@echo "make check   ruff, format, mypy, pyright, import-linter"
