@@ -80,7 +80,7 @@ def page(results: Path) -> Page:
         else:
             parts += _plain(section, document)
     if missing:
-        parts.append(f"## Not measured yet\n\n{', '.join(missing)}\n")
+        parts.append(f"## No document yet\n\n{', '.join(missing)}\n")
     return Page("\n".join(parts), plots)
 
 
@@ -125,12 +125,21 @@ def _options() -> argparse.Namespace:
 
 
 def _head(section: Section, document: dict[str, Any]) -> str:
-    machine = document["machine"]
+    machine, rounds = document["machine"], _rounds(document)
+    counted = f"; {rounds} round{'s' if rounds > 1 else ''}" if rounds else ""
     return (
         f"`benchmarks/{section.script}.py`, on {machine['processor']}, {machine['cores']} cores, "
         f"load {machine['load']} before it; kernel {machine['kernel']}, Python "
-        f"{machine['python']}.\n"
+        f"{machine['python']}{counted}.\n"
     )
+
+
+def _rounds(document: dict[str, Any]) -> int:
+    """How many there were; 0 where it does not say."""
+    [first, *_] = document.get("sets", [{}])
+    places = (document.get("setup", {}), document, first)
+    found = next((place["rounds"] for place in places if "rounds" in place), 0)
+    return found if isinstance(found, int) else len(found)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -152,8 +161,7 @@ def _goals(goals: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _transport(document: dict[str, Any], plots: dict[str, str]) -> Iterator[str]:
-    setup = document["setup"]
-    yield f"{setup['rounds']} rounds in turns. A GB is 10^9 bytes of states.\n"
+    yield "Rounds are in turns. A GB is 10^9 bytes of states.\n"
     yield from _goals(document["goals"])
     for layout in _layouts(document):
         yield f"### {layout}\n"

@@ -50,8 +50,6 @@ def main() -> int:
             cells[name].append(cell)
             say(options, f"round {number}: {_line(name, cell)}")
     summary = {name: summarise(some) for name, some in cells.items()}
-    for line in words(summary):
-        say(options, line)
     setup = {
         "megabytes_per_second": options.rate,
         "seconds": options.seconds,
@@ -60,6 +58,8 @@ def main() -> int:
     }
     rounds = {name: [cell._asdict() for cell in some] for name, some in cells.items()}
     document = {"machine": machine, "setup": setup, "summary": summary, "rounds": rounds}
+    for line in words(document):
+        say(options, line)
     leave(options, document)
     return 0
 
@@ -120,8 +120,9 @@ def _spread(values: Any) -> dict[str, float]:
     return Spread.of(values)._asdict()
 
 
-def words(summary: dict[str, dict[str, Any]]) -> list[str]:
+def words(result: dict[str, Any]) -> list[str]:
     """The table, and what is to be said of it."""
+    summary: dict[str, dict[str, Any]] = result["summary"]
     lines = [
         "medians (and all from ... to) over the rounds; CPU seconds for a logical GB",
         f"{'':6} {'in all':>22} {'delivery':>22} {'busy':>6} {'idle ms/s':>9} "

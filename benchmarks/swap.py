@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from report import leave, options_of, say
 from rounds import Spread
 from swap_round import Round, Setup, play
 from this_machine import this_machine
@@ -40,20 +41,19 @@ def main() -> int:
         producer_cores=producer_cores,
         consumer_cores=consumer_cores,
     )
-    say = _silent if options.json else print
     machine = this_machine()
-    say(f"{machine['processor']}, {machine['cores']} cores, load {machine['load']} before")
-    say(f"{setup.engine} engine, {setup.samples} samples a round, swap by {setup.how}")
+    say(options, f"{machine['processor']}, {machine['cores']} cores, load {machine['load']} before")
+    say(options, f"{setup.engine} engine, {setup.samples} samples a round, swap by {setup.how}")
     pairs: list[tuple[Round, Round]] = []
     for _ in range(options.rounds):
         swap = _round(setup, None)
         pairs.append((swap, _round(setup, swap.during.seconds)))
-        say(_line(len(pairs), *pairs[-1]))
+        say(options, _line(len(pairs), *pairs[-1]))
     summary = summarise(pairs)
-    for line in _words(summary):
-        say(line)
-    if options.json:
-        print(json.dumps(_document(machine, setup, pairs, summary), indent=2))
+    result = _document(machine, setup, pairs, summary)
+    for line in words(result):
+        say(options, line)
+    leave(options, result)
     return 1 if summary["lost"] or summary["duplicated"] else 0
 
 
@@ -88,7 +88,12 @@ def summarise(pairs: Sequence[tuple[Round, Round]]) -> dict[str, Any]:
     }
 
 
-def _words(summary: dict[str, Any]) -> list[str]:
+def words(result: dict[str, Any]) -> list[str]:
+    """The table."""
+    summary = {
+        name: Spread(**value) if isinstance(value, dict) else value
+        for name, value in result["summary"].items()
+    }
     exits = ", ".join(sorted({str(code) for code in summary["old_exits"]}))
     rate, gap, first = summary["rate_ratio"], summary["gap_ratio"], summary["first_sample"]
     first_bar = _bar(first, "<=", FIRST_SAMPLE_BAR_SECONDS)
@@ -143,15 +148,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--at", type=float, default=1 / 3, help="share trained before the swap")
     parser.add_argument("--window", type=float, default=25.0, help="seconds from the swap on")
     parser.add_argument("--rate", type=float, default=500.0, help="rows/s, synthetic engine only")
-    parser.add_argument("--json", action="store_true", help="everything, as one document")
-    return parser.parse_args()
+    return options_of(parser, "swap.json")
 
 
 def _cores() -> tuple[frozenset[int], frozenset[int]]:
     """One for the producer, the others for the consumers."""
     first, *others = sorted(os.sched_getaffinity(0))
     if not others:
-        print("there is one core only: the consumers share it, the bars mean nothing")
+        sys.stderr.write("there is one core only: the consumers share it, the bars mean nothing\n")
     return frozenset([first]), frozenset(others or [first])
 
 
@@ -181,10 +185,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     return value
-
-
-def _silent(line: str) -> None:
-    """Only the document is printed."""
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ README.md beside this file says what is measured and how.
 """
 
 import argparse
-import json
 import os
 import signal
 import socket
@@ -28,11 +27,14 @@ from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.collate import Batch, Collator, prefetch
 from draftfeed_consumer.memory import keep_chunks_mapped
 from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
+from report import leave, options_of, say
 from rounds import Spread, in_turn
 from this_machine import this_machine
 
 BAR = 0.02
 ARMS = ("prefetch", "in the loop", "no step", "no data")
+SETUP = ("rounds", "steps", "step", "batch", "tokens", "hidden")
+"""The options that a document names."""
 LAYERS = 5
 LONGEST = 2
 """Times the mean length of a sample."""
@@ -84,23 +86,24 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the producer does not outlive it
     torch.set_num_threads(1)
     keep_chunks_mapped()
-    say = _silent if options.json else print
     machine = this_machine()
-    say(f"{machine['processor']}, {machine['cores']} cores, load {machine['load']} before")
+    say(options, f"{machine['processor']}, {machine['cores']} cores, load {machine['load']} before")
     with (
         tempfile.TemporaryDirectory(prefix="draftfeed-feed-") as directory,
         producing(Path(directory), options) as address,
     ):
-        say(f"{_samples(options)} samples are generated")
-        rounds = play(address, options, say)
+        say(options, f"{_samples(options)} samples are generated")
+        rounds = play(address, options)
     summary = summarise(rounds)
     for line in _words(summary):
-        say(line)
-    if options.json:
-        turns = [{arm: turn._asdict() for arm, turn in one.items()} for one in rounds]
-        spreads = {name: spread._asdict() for name, spread in summary.items()}
-        document = {"machine": machine, "setup": vars(options), "rounds": turns}
-        print(json.dumps({**document, "summary": spreads}, indent=2))
+        say(options, line)
+    result = {
+        "machine": machine,
+        "setup": {name: getattr(options, name) for name in SETUP},
+        "rounds": [{arm: turn._asdict() for arm, turn in one.items()} for one in rounds],
+        "summary": {name: spread._asdict() for name, spread in summary.items()},
+    }
+    leave(options, result)
     return 0
 
 
@@ -150,7 +153,7 @@ def _wait_until_generated(
         time.sleep(POLL_SECONDS)
 
 
-def play(address: str, options: argparse.Namespace, say: Callable[[str], object]) -> list[Round]:
+def play(address: str, options: argparse.Namespace) -> list[Round]:
     """All rounds, on one stream."""
     longest_bytes = LONGEST * options.tokens * LAYERS * options.hidden * 2
     buffer = BufferConfig(
@@ -165,7 +168,7 @@ def play(address: str, options: argparse.Namespace, say: Callable[[str], object]
         feed = Feed(stream, options)
         for number in range(options.rounds):
             rounds.append({arm: feed.turn(arm) for arm in in_turn(ARMS, number)})
-            say(_line(number + 1, rounds[-1]))
+            say(options, _line(number + 1, rounds[-1]))
         return rounds
     finally:
         stream.close()
@@ -277,12 +280,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="samples in a batch")
     parser.add_argument("--tokens", type=int, default=160, help="mean length of a sample")
     parser.add_argument("--hidden", type=int, default=5120, help="channels; there are five layers")
-    parser.add_argument("--json", action="store_true", help="everything, as one document")
-    return parser.parse_args()
-
-
-def _silent(line: str) -> None:
-    """Only the document is printed."""
+    return options_of(parser, "trainer-feed.json")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import document
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -19,7 +21,7 @@ def test_benchmarks_say_whether_they_mean_tcp(script: Path) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_swap_prints_its_figures_and_loses_nothing() -> None:
+def test_swap_prints_its_figures_and_loses_nothing(tmp_path: Path) -> None:
     options = [
         "--engine",
         "synthetic",
@@ -41,4 +43,6 @@ def test_swap_prints_its_figures_and_loses_nothing() -> None:
     assert (printed["summary"]["lost"], printed["summary"]["duplicated"]) == (0, 0)
     assert pair["swap"]["old_exit"] == 3
     assert pair["swap"]["before"]["tokens"] > 0
+    (tmp_path / "swap.json").write_text(done.stdout)
+    assert "samples lost 0, duplicated 0" in document.page(tmp_path).text
     assert pair["control"]["during"]["seconds"] == pytest.approx(pair["swap"]["during"]["seconds"])

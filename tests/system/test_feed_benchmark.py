@@ -26,6 +26,7 @@ def test_every_arm_takes_its_steps_on_states_that_came() -> None:
         assert {turn["steps"] for turn in turns.values()} == {2}
         assert all(turn["state_bytes"] > 0 for turn in turns.values())
         assert turns["no step"]["step_seconds"] == 0 < turns["prefetch"]["step_seconds"]
+    assert printed["setup"]["rounds"] == len(printed["rounds"]) == 2
     assert 0 < printed["summary"]["waiting_prefetch"]["median"] < 1
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import document
 import simulate
 from simulation import CREDIT_BYTES, Cost, Costs, Layout, Simulation
 
@@ -16,7 +17,7 @@ MB = 1e6
 
 
 @pytest.mark.timeout(300)
-def test_every_member_gets_its_share_from_every_producer() -> None:
+def test_every_member_gets_its_share_from_every_producer(tmp_path: Path) -> None:
     """It ends by itself when a sample is lost."""
     command = [sys.executable, str(BENCHMARKS / "scale.py"), "--quick", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
@@ -30,6 +31,10 @@ def test_every_member_gets_its_share_from_every_producer() -> None:
     assert printed["summary"]["1x1"]["cost"]["median"] > 0
     assert printed["summary"]["1x1"]["control_messages_per_sample"]["median"] >= 2
     assert printed["summary"]["1x1"]["chunks_per_sample"]["median"] >= 1
+    (tmp_path / "scale.json").write_text(done.stdout)
+    text = document.page(tmp_path).text
+    assert "; 1 round.\n" in text
+    assert "\n1x1 " in text
 
 
 def layout(producers: int = 2, members: int = 2, rate: float = 100 * MB, **fields: float) -> Layout:
