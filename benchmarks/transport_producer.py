@@ -19,7 +19,7 @@ from draftfeed_proto.sample import LayerCounters, Sample
 from transport_orders import LOOPBACK, Order, Talk
 from transport_states import StateSet
 
-LOOK_SECONDS = 0.005
+LOOK_SECONDS = 0.02
 """Between two looks at what was committed."""
 LAYERS = 64
 """Of the target, which says nothing here: states of five of them are sent."""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 CREDIT_WINDOW_BYTES = 32 << 20
 """Encoded bytes that may be on their way; must exceed the largest chunk."""
-CREDIT_STEP_BYTES = CREDIT_WINDOW_BYTES // 4
+CREDIT_STEP_BYTES = CREDIT_WINDOW_BYTES // 2
 """Credit is renewed in steps, not with every chunk."""
 REASON_CHARS = 500
 MAX_OFFERS = MAX_ARRAY_ITEMS

@@ -11,9 +11,12 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import zmq
 
 from draftfeed_proto.limits import FILE_NUMBER_BYTES, MAX_LOCAL_FILES, MAX_NAME_CHARS
 
@@ -34,6 +37,8 @@ class Handover:
         """And until when they may be silent."""
         self._members: dict[str, _Member] = {}
         """By session."""
+        self._lost = False
+        """One of them has gone since the last look."""
         name = f"draftfeed-{secrets.token_hex(16)}"
         self._listener = _listener(name) if on else None
         if self._listener is not None:
@@ -42,9 +47,20 @@ class Handover:
     def __contains__(self, session: str) -> bool:
         return session in self._members
 
+    def register(self, poller: zmq.Poller) -> None:
+        if self._listener is not None:
+            poller.register(self._listener, zmq.POLLIN)
+
+    def to_look(self, ready: Mapping[Any, int]) -> bool:
+        """Whether a poller that we are registered at found somebody, or what was true at the last
+        look need not be any more."""
+        knocks = self._listener is not None and self._listener.fileno() in ready
+        return knocks or self._lost or bool(self._strangers)
+
     def look(self, sessions: Iterable[str]) -> None:
         """Let in who names one of these, and forget the members of all others."""
         sessions = set(sessions)
+        self._lost = False
         for name in self._members.keys() - sessions:
             self._members.pop(name).close()
         if self._listener is not None:
@@ -86,6 +102,7 @@ class Handover:
         except OSError as error:
             logger.warning("a member on this host takes no more files: %s", error.strerror)
             self._members.pop(session).close()
+            self._lost = True
             return None
 
     def close(self) -> None:

@@ -10,11 +10,11 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -71,7 +71,7 @@ RESTOCK_SAMPLES = 128
 CHECKPOINT_FILL = 0.7
 """Of the quota. Two checkpoints may have to be made before anything is freed."""
 STORE_RETRY_SECONDS = 0.5
-DISK_SECONDS = 0.02
+DISK_SECONDS = 0.1
 """Between looks at how much space is left, which ask the system."""
 
 
@@ -139,6 +139,8 @@ class Server:
         self._closing: str | None = None
         self._closed = threading.Event()
         self._wire_bytes = self._asset_bytes = 0
+        self._sessions: dict[str, str] = {}
+        """Of members that were looked for on this host: by its name, the member's."""
         self._same_host: tuple[str, ...] = ()
         self._figures = Figures(delivery.stock, time.monotonic())
         self._figures_now = DeliveryFigures()
@@ -245,6 +247,7 @@ class Server:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_end, zmq.POLLIN)
+        self._handover.register(poller)
         while self._closing is None:
             self._turned_at = time.monotonic()
             soon = self._waiting or self._assets.waiting
@@ -256,7 +259,7 @@ class Server:
                 self._wake_end.recv(4096)
             self._drain_inbox()
             self._restock()
-            self._look_for_local()
+            self._look_for_local(ready)
             self._receive()
             self._pump()
             self._send_piece()
@@ -273,10 +276,13 @@ class Server:
             self._flush_all()
             poller.poll(RETRY_MS)
 
-    def _look_for_local(self) -> None:
+    def _look_for_local(self, ready: Mapping[Any, int]) -> None:
         """Members of this host. What is generated for them alone need not be small."""
         members = self._delivery.fencing.attached.values()
         sessions = {one.session.name: one.name for one in members if one.session is not None}
+        if sessions == self._sessions and not self._handover.to_look(ready):
+            return
+        self._sessions = sessions
         self._handover.look(sessions)
         local = sorted(name for session, name in sessions.items() if session in self._handover)
         self._same_host = tuple(local)
@@ -414,7 +420,7 @@ class Server:
                     if not self._store(action):
                         break  # what follows must not be said
         self._forget_the_gone()
-        if self._delivery.ledger_known:
+        if self._delivery.ledger_known and not self.ledger_known.is_set():
             self.ledger_known.set()
 
     def _post(self, action: Send | SendChunk) -> None:

@@ -54,7 +54,8 @@ class Encoder:
         try:
             yield chunk.encode_tokens(sample.input_ids, sample.loss_mask)
             if as_rows:
-                for first, rows in row_blocks(sample.hidden_states, self._chunk_bytes):
+                # As long as may be: they take no memory, and each costs both ends a message.
+                for first, rows in row_blocks(sample.hidden_states, MAX_CHUNK_BYTES):
                     yield chunk.lay_rows(rows, first)
             else:
                 yield from self._states(sample, pending)

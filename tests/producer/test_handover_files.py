@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 
 from draftfeed_consumer.local import LocalFiles
 from draftfeed_producer import handover
@@ -73,6 +74,31 @@ def test_file_that_was_handed_over_for_nothing_does_not_part_the_ends(
         for path in (first, *others[MAX_LOCAL_FILES:-1], first):
             assert read(path) == path.read_bytes()
             assert read(first) == first.read_bytes()
+
+
+def test_door_is_looked_at_when_somebody_comes_or_goes(door: Handover, tmp_path: Path) -> None:
+    """It was looked at in every turn of the server, a quarter of what a chunk cost there."""
+    poller = zmq.Poller()
+    door.register(poller)
+
+    def to_look() -> bool:
+        return door.to_look(dict(poller.poll(0)))
+
+    path = tmp_path / "file"
+    path.write_bytes(b"data")
+    assert not to_look()
+    with stranger(door) as one:
+        assert to_look()
+        door.look(["s"])
+        assert to_look()  # it has not said yet who it is
+        one.send(b"s")
+        door.look(["s"])
+        assert not to_look()
+        assert door.number("s", path) == 0
+    assert door.number("s", path) is None
+    assert to_look()  # nobody else notices that it has gone
+    door.look(["s"])
+    assert not to_look()
 
 
 def test_who_keeps_connecting_does_not_keep_the_server(door: Handover) -> None:
