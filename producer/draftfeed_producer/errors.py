@@ -20,7 +20,7 @@ ProducerError (ValueError)
     ├── UnknownSample     it has no sample of that name
     ├── ArchiveError      an archive cannot be used, or is of another stream or prompt file
     │   ├── ArchiveDamaged    a sealed segment, or its index, is not what was written
-    │   └── ArchiveGone       a root that was there when the process began
+    │   └── ArchiveGone       a file that was there cannot be read, and may still be whole
     └── SpoolFull         the disk is; space comes back with commits
 """
 
@@ -165,8 +165,7 @@ class ArchiveDamaged(ArchiveError):
 
 
 class ArchiveGone(ArchiveError):
-    def __init__(self, root: Path) -> None:
-        super().__init__(root, "is not there any more: mount it again, and start again")
+    """`root`: the file that the system does not give."""
 
 
 class SpoolFull(SpoolError):

@@ -2,12 +2,14 @@
 
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from archive_helpers import archive_samples, lines, opened
+from archive_helpers import archive_samples, lines, opened, segments
 from bare_member import BareMember
 from draftfeed_producer import server
 from draftfeed_producer.archive import ArchiveConfig
@@ -29,7 +31,7 @@ class Replay:
     """A service in a thread of its own."""
 
     def __init__(self, directory: Path, address: str, **options: Any) -> None:
-        self.address = f"ipc://{directory}/{address}.sock"
+        self.directory, self.address = directory, f"ipc://{directory}/{address}.sock"
         self.service = ProducerService(
             ProducerConfig(
                 engine=ReplayConfig(),
@@ -71,15 +73,62 @@ def test_drive_that_goes_ends_the_replay_and_none_of_its_samples(
     (directory / "a").rename(directory / "away")
     member = BareMember(first.address)
     member.open()
-    failure = first.ended()
+    ended_without_loss(first, "No such file or directory")
     member.close()
-    assert isinstance(failure, ArchiveGone)
-    assert str(failure) == (
-        f"{directory / 'a'}: is not there any more: mount it again, and start again"
-    )
-    assert not Reader(directory / "replayed").control.tombstones
     (directory / "away").rename(directory / "a")
     trains_all(Replay(directory, "second"), term=2)
+
+
+def test_error_of_a_drive_that_is_there_ends_the_replay_and_none_of_its_samples(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file server that was away for a minute cost every sample, in all epochs to come."""
+    monkeypatch.setattr(server, "RESTOCK_SAMPLES", 1)
+    first = Replay(directory, "first")
+    eventually(lambda: first.service.statistics().replayed == 1, "a sample off the shelf")
+    indexes = [path.with_suffix(".idx") for path in segments(directory / "a")]
+    with replaced(indexes, lambda path: path.symlink_to(path)):
+        member = BareMember(first.address)
+        member.open()
+        ended_without_loss(first, "Too many levels of symbolic links")
+        member.close()
+    trains_all(Replay(directory, "second"), term=2)
+
+
+def test_error_while_a_sample_is_sent_is_no_damage(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "RESTOCK_SAMPLES", 1)
+    first = Replay(directory, "first")
+    eventually(lambda: first.service.statistics().replayed == 1, "a sample off the shelf")
+    with replaced(segments(directory / "a"), Path.mkdir):
+        member = BareMember(first.address)
+        member.open()
+        second = member.receive(2)[1]
+        member.say(m.Nack, id=second, reason="its bytes are none of a sample")
+        ended_without_loss(first, "Is a directory")
+        member.close()
+    trains_all(Replay(directory, "second"), term=2)
+
+
+@contextmanager
+def replaced(paths: list[Path], make: Callable[[Path], None]) -> Iterator[None]:
+    """As long as it lasts, something that can be found there and not be read."""
+    for path in paths:
+        path.rename(path.with_suffix(".away"))
+        make(path)
+    yield
+    for path in paths:
+        path.rmdir() if path.is_dir() else path.unlink()
+        path.with_suffix(".away").rename(path)
+
+
+def ended_without_loss(replay: Replay, because: str) -> None:
+    """For want of a file that may still be whole."""
+    failure = replay.ended()
+    assert isinstance(failure, ArchiveGone)
+    assert str(failure).endswith(f": {because}; see to its drive, and start again")
+    assert not Reader(replay.directory / "replayed").control.tombstones
 
 
 def trains_all(replay: Replay, term: int) -> None:

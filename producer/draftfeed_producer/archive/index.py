@@ -16,7 +16,7 @@ from draftfeed_producer.archive.loading import Found, find, pair
 from draftfeed_producer.archive.opened import Opened, OpenSegments
 from draftfeed_producer.archive.roots import Roots, describe_archive
 from draftfeed_producer.archive.sealed import INDEX, SEGMENT, Head, read_index, read_line
-from draftfeed_producer.errors import ArchiveDamaged, ArchiveError
+from draftfeed_producer.errors import ArchiveDamaged, ArchiveError, ArchiveGone
 from draftfeed_producer.spool.segments import Place, Record, frame_fault
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
@@ -88,6 +88,10 @@ class Archive:
         self._opened = OpenSegments()
         self._unreadable: set[int] = set()
         """Segments of which that was said."""
+        self._unread = IdSet()
+        """Lines whose bytes the system did not give when they were last read, in epoch 0."""
+        self._unread_because: ArchiveGone | None = None
+        """The last of those faults."""
         for found in find(config.roots, self.contents, stopped):
             self._take(found)
 
@@ -126,7 +130,15 @@ class Archive:
         except OSError as error:
             logger.error("%s: byte %d cannot be read: %s", id, offset, error.strerror)
             self._opened.forget(record.segment)
+            path = opened.path.with_suffix(SEGMENT)
+            self._note_unread(id, ArchiveGone(path, str(error.strerror)))
             return b""
+
+    def unread(self, id: SampleId) -> ArchiveGone | None:
+        """Why what was found of the line says nothing of the bytes that lie there: the system did
+        not give them. None when they were read, or are known to be lost."""
+        with self._lock:
+            return self._unread_because if id.in_epoch(0) in self._unread else None
 
     def frame_place(self, id: SampleId, index: int) -> Place | None:
         """Where `read_chunk` reads that chunk; None when it would not give it either."""
@@ -149,6 +161,8 @@ class Archive:
 
     def whole(self, id: SampleId) -> bool:
         """Whether the sample is there and every chunk of it is what was written."""
+        with self._lock:
+            self._unread.discard(id.in_epoch(0))
         record = self._record(id)
         if record is None:
             return False
@@ -357,8 +371,15 @@ class Archive:
                     self._unreadable.add(place[0])
                     logger.error("%s; its samples are not served", error)
                 self._opened.forget(place[0])
+                if isinstance(error, ArchiveGone):
+                    self._note_unread(id, error)
             self._turn(id.ordinal)
         return None
+
+    def _note_unread(self, id: SampleId, error: ArchiveGone) -> None:
+        with self._lock:
+            self._unread.add(id.in_epoch(0))
+            self._unread_because = error
 
     def _read(self, id: SampleId, number: int, at: int) -> tuple[Record, Opened]:
         paths = map(self.path, self._same_file(number))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from draftfeed_producer.archive.sealed import INDEX, SEGMENT
-from draftfeed_producer.errors import ArchiveError
+from draftfeed_producer.errors import ArchiveGone
 
 OPEN_SEGMENTS = 128
 """Two files each."""
@@ -37,7 +37,7 @@ class OpenSegments:
 
     def get(self, number: int, paths: Iterable[Path], *, indexed: bool) -> Opened:
         """paths: where segment `number` lies, without the ending; the first that can be opened is.
-        Raises ArchiveError when none can."""
+        Raises ArchiveGone when none can."""
         with self._lock:
             if number in self._opened:
                 self._opened.move_to_end(number)
@@ -65,11 +65,11 @@ class OpenSegments:
 
 
 def _first(paths: Iterable[Path], *, indexed: bool) -> Opened:
-    failed: ArchiveError | None = None
+    failed: ArchiveGone | None = None
     for path in paths:
         try:
             return _both(path, indexed=indexed)
-        except ArchiveError as error:
+        except ArchiveGone as error:
             failed = failed or error
     assert failed is not None
     raise failed
@@ -79,7 +79,7 @@ def _both(path: Path, *, indexed: bool) -> Opened:
     index = _fd(path.with_suffix(INDEX)) if indexed else -1
     try:
         return Opened(index, _fd(path.with_suffix(SEGMENT)), path)
-    except ArchiveError:
+    except ArchiveGone:
         Opened(index, -1, path).close()
         raise
 
@@ -88,4 +88,4 @@ def _fd(path: Path) -> int:
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise ArchiveError(path, str(error.strerror)) from None
+        raise ArchiveGone(path, str(error.strerror)) from None

@@ -75,10 +75,6 @@ class Roots:
             return [], f"{best} has {free[best]} bytes left, [archive] min_free_bytes is {floor}"
         return sorted(roots, key=lambda one: -free[one]), ""
 
-    def gone(self) -> Path | None:
-        """One that is no longer mounted."""
-        return next((root for root in self._config.roots if _free(root) < 0), None)
-
 
 def describe_archive(descriptor: Descriptor, prompts: Shards, lines: IdSet) -> Contents:
     first = prompts.one_epoch(prompts.epoch)

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 import xxhash
 
-from draftfeed_producer.errors import ArchiveDamaged, SpoolError
+from draftfeed_producer.errors import ArchiveDamaged, ArchiveGone, SpoolError
 from draftfeed_producer.spool import entries
 from draftfeed_producer.spool.entries import Kind
 from draftfeed_producer.spool.files import sync_directory
@@ -146,12 +146,14 @@ def _read_index(path: Path, number: int) -> Sealed:
 
 
 def read_line(fd: int, place: int, path: Path, number: int) -> Record:
-    """One entry of an open index, whose path is for messages. Raises ArchiveDamaged."""
+    """One entry of an open index, whose path is for messages. Raises ArchiveDamaged, and
+    ArchiveGone when the system does not give it."""
     try:
         line = _payload(fd, next(entries.scan(fd, place)), path, Kind.INDEXED, _Line)
-    except (OSError, StopIteration) as error:
-        reason = getattr(error, "strerror", None) or f"nothing can be read at byte {place}"
-        raise ArchiveDamaged(path, reason) from None
+    except OSError as error:
+        raise ArchiveGone(path, str(error.strerror)) from None
+    except StopIteration:
+        raise ArchiveDamaged(path, f"nothing can be read at byte {place}") from None
     return Record(line.header, number, line.chunks)
 
 

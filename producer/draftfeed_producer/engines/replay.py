@@ -12,13 +12,13 @@ REASON = "its archived sample is damaged, and a replay has no target to make it 
 
 
 class ReplayEngine:
-    """See `Engine`. It gives up whatever it is asked for, unless that is on a drive that went."""
+    """See `Engine`. It gives up whatever it is asked for, unless that could not be read."""
 
     loading = False
     captured = recaptured = 0
 
     def __init__(self, archive: Archive) -> None:
-        self._roots, self.descriptor = archive.roots, archive.descriptor
+        self._archive, self.descriptor = archive, archive.descriptor
 
     def max_rows(self, prompt_tokens: int) -> int:
         """See `Engine.max_rows`: what the archive's samples have."""
@@ -28,10 +28,11 @@ class ReplayEngine:
         self, prompts: Iterator[Prompt], give_up: Callable[[SampleId, str], None] | None = None
     ) -> Iterator[Sample]:
         """See `Engine.run`. Raises ArchiveGone: what ends here ends for good, and a drive can be
-        mounted again."""
+        mounted again, or answer again."""
         for prompt in prompts:
-            if (root := self._roots.gone()) is not None:
-                raise ArchiveGone(root)
+            if (gone := self._archive.unread(prompt.id)) is not None:
+                reason = f"{gone.reason}; see to its drive, and start again"
+                raise ArchiveGone(gone.root, reason)
             if give_up is None:
                 raise EngineError(f"sample {prompt.id}: {REASON}")
             give_up(prompt.id, REASON)
