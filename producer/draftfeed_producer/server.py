@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,13 +160,7 @@ class Server:
     # called by other threads
 
     def stored(self, header: SampleHeader) -> None:
-        stored_at = time.monotonic()
-
-        def tell() -> list[Action]:
-            self._figures.stored(header.id, stored_at)
-            return self._delivery.stored(header)
-
-        self._tell(tell)
+        self._tell(partial(self._stored, header, time.monotonic()))
 
     def skip(self, ids: IdSet) -> None:
         """Lines that turned out to be no prompts."""
@@ -327,8 +322,14 @@ class Server:
             id, header = taken
             if id in self._delivery.stock:
                 continue  # a rollback brought it back before
-            delivery = self._delivery
-            self._perform(delivery.remake(id) if header is None else delivery.stored(header))
+            if header is None:
+                self._perform(self._delivery.remake(id))
+            else:
+                self._perform(self._stored(header, time.monotonic()))
+
+    def _stored(self, header: SampleHeader, at: float) -> list[Action]:
+        self._figures.stored(header.id, at)
+        return self._delivery.stored(header)
 
     def _receive(self) -> None:
         for _ in range(MESSAGES_AT_ONCE):

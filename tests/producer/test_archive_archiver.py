@@ -1,13 +1,14 @@
-"""A fault of ours in the thread that seals costs samples of the archive, and nothing else."""
+"""The thread that seals: what a fault of ours costs, and what it counts."""
 
 import logging
 from pathlib import Path
 
 import pytest
 
-from archive_helpers import archiving, commit, lines, opened
+from archive_helpers import archiving, commit, lines, opened, segments
 from draftfeed_producer.archive import ArchivedSpool
 from draftfeed_producer.spool.segments import Record
+from draftfeed_proto.ids import IdSet
 from samples import sample
 from waiting import eventually
 
@@ -39,3 +40,16 @@ def test_thread_that_seals_survives_a_fault_of_its_own_and_the_spool_is_freed(
         assert figures.missed == 1
         assert archive.lines == lines([0, 2])
     assert "an error of its own: TypeError('unsupported operand')" in caplog.text
+
+
+def test_sample_that_epochs_share_is_missed_once(tmp_path: Path) -> None:
+    with (
+        opened(tmp_path / "a", quota_bytes=1) as archive,
+        archiving(tmp_path / "spool", archive) as spool,
+    ):
+        id = spool.append(sample(1)).header.id
+        spool.commit(1, lines([1]), term=1)
+        spool.shelve(id.in_epoch(1))
+        commit(spool, IdSet([id, id.in_epoch(1)]))
+        eventually(lambda: not segments(tmp_path / "spool"), "its segment is gone")
+        assert spool.archive_statistics().missed == 1

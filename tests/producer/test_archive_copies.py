@@ -106,10 +106,12 @@ def test_made_again_and_archived_it_stands_in_for_one_on_a_drive_that_is_gone(
             for ordinal in made:
                 spool.append(sample(ordinal))
             spool.archive_rest()
-    with opened(one, two) as archive:
-        assert archive.path_of(sample(1).id).parent == one
+    with opened(one, two) as archive, archiving(tmp_path / "spool", archive) as spool:
+        id = sample(1).id.in_epoch(1)
+        assert archive.path_of(id).parent == one
         one.rename(tmp_path / "away")
-        assert read(archive, sample(1).id) == sample(1).digest()
+        assert spool.shelve(id) is not None
+        assert read(spool, id) == sample(1).digest()
 
 
 def test_index_that_was_exchanged_never_serves_one_sample_for_another(

@@ -131,6 +131,17 @@ def ended_without_loss(replay: Replay, because: str) -> None:
     assert not Reader(replay.directory / "replayed").control.tombstones
 
 
+def test_age_of_what_waits_is_told_of_a_replay_too(directory: Path) -> None:
+    replay = Replay(directory, "only")
+
+    def oldest_seconds() -> float:
+        figures = replay.service.statistics().server
+        return figures.figures.oldest_seconds if figures else 0.0
+
+    eventually(lambda: oldest_seconds() > 0, "an age")
+    trains_all(replay, term=1)
+
+
 def trains_all(replay: Replay, term: int) -> None:
     member = BareMember(replay.address, term=term)
     member.open()

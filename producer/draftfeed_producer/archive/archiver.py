@@ -167,7 +167,7 @@ class Archiver:
 
     def _miss(self, segment: Segment, reason: str) -> None:
         """Said once, when it begins, with the sample from which on epochs are generated again."""
-        self.missed += len(segment.ids)
+        self.missed += len({id.in_epoch(0) for id in segment.ids})  # epochs share samples
         if not self._alarm:
             first = min(segment.ids, default=None)
             logger.error(

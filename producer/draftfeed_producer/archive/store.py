@@ -61,9 +61,9 @@ class ArchivedSpool(Spool):
             line = id.in_epoch(0)
             if any(line in lines for lines in self._leaving.values()) and not self._archiver.stuck:
                 raise BeingSealed
-        place, header = self.archive.place_of(id), self.archive.header(id)
-        if header is not None:
-            self._shelved[id] = place
+        header = self.archive.header(id)
+        if header is not None:  # its place after that: it may be another copy's by then
+            self._shelved[id] = self.archive.place_of(id)
         return header
 
     def _shared(self, id: SampleId) -> SampleHeader | None:
