@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from draftfeed_producer.archive.shelf import Shelf
+from draftfeed_producer.delivery import QUARANTINED_BEFORE
 from draftfeed_producer.prompts import Prompt
 from draftfeed_producer.quality import GateFigures
 from draftfeed_producer.responses import Gatekeeper
@@ -146,10 +147,6 @@ class Admission:
             return
         epoch = self._epochs.popleft()
         ids = self._owned.within(self._spool.shards.one_epoch(epoch)) - self._spool.committed
-        for id in self._quarantined(epoch) & ids:
-            if not self._spool.finished(id):
-                self._server.quarantine(id, "it was quarantined in an earlier epoch")
-            ids.discard(id)
         if self._shelf is not None:
             there = ids & self._shelf.lines().in_epoch(epoch)
             self._shelf.begin(epoch, there)
@@ -177,12 +174,6 @@ class Admission:
                 self.full_seconds += now - since
             since = now
         self._tell_alarm()
-
-    def _quarantined(self, epoch: int) -> IdSet:
-        """Of this epoch, the lines that ended so in another: they would do again what they did."""
-        tombstones = list(self._spool.tombstones.values())
-        ended = IdSet(one.id for one in tombstones if one.state == "quarantined")
-        return ended.in_epoch(epoch)
 
     @property
     def _may_begin_lost(self) -> bool:
@@ -214,8 +205,12 @@ class Admission:
         return True
 
     def _prompt(self, id: SampleId) -> Prompt | None:
-        """None when it has become finished by now, or turns out to be no prompt."""
+        """None when it has become finished by now, in another epoch for good, or turns out to be no
+        prompt."""
         if id in self._begun or self._spool.finished(id):
+            return None
+        if self._spool.quarantined(id):
+            self._server.quarantine(id, QUARANTINED_BEFORE)
             return None
         prompt = self._source.find(id)
         if prompt is None:

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 MAX_NACKS = 5
 """A sample refused this often as damaged is quarantined instead of being sent for ever."""
 TERMINAL_STATES = ("rejected", "quarantined", "tail")
+QUARANTINED_BEFORE = "it was quarantined in another epoch"
+"""It would do again what it did."""
 
 
 class Delivery:
@@ -105,13 +107,17 @@ class Delivery:
 
     def stored(self, header: SampleHeader) -> list[Action]:
         """A sample that the group's checkpoint already had when it attached is not offered: the
-        engine was at work on it when the group came."""
-        self._out.regenerating.discard(header.id)
-        if header.id in self.committed or header.id in self.tombstones:
+        engine was at work on it when the group came. One whose line is quarantined ends."""
+        id = header.id
+        self._out.regenerating.discard(id)
+        if id in self.committed or id in self.tombstones:
             return self._out.endings()
+        leased = id in self.fencing.leased
+        if not leased and any(self.tombstones.get(one) == "quarantined" for one in self._twins(id)):
+            return self._end(id, "quarantined", QUARANTINED_BEFORE)
         self.stock.add(header)
-        if header.id in self.fencing.leased:
-            self.stock.claim([header.id])  # it was lost here, and a member still has it
+        if leased:
+            self.stock.claim([id])  # it was lost here, and a member still has it
         return self._out.offers()
 
     def finish(self) -> list[Action]:
@@ -422,6 +428,16 @@ class Delivery:
         return self._end(id, state, reason) if there else []
 
     def _end(self, id: SampleId, state: str, reason: str) -> list[Action]:
-        self.tombstones[id] = state
-        self._out.forget({id})
-        return [StoreTombstone(id, state, reason), *self._out.offers()]
+        """What is quarantined ends in every epoch in which it is here and nobody has it."""
+        ended = [id]
+        if state == "quarantined":
+            leased = self.fencing.leased
+            ended += [one for one in self._twins(id) if one in self.stock and one not in leased]
+        self.tombstones.update(dict.fromkeys(ended, state))
+        self._out.forget(set(ended))
+        return [*(StoreTombstone(one, state, reason) for one in ended), *self._out.offers()]
+
+    def _twins(self, id: SampleId) -> list[SampleId]:
+        """The same line in the other epochs."""
+        epochs = self.shards.each_epoch
+        return [id.in_epoch(epoch) for epoch in epochs if epoch != id.epoch]

@@ -53,14 +53,18 @@ NOTHING = Stored(
 
 
 def producer(
-    samples: int = 4, prompts: int | None = None, now: float = 0.0, **stored: Any
+    samples: int = 4,
+    prompts: int | None = None,
+    now: float = 0.0,
+    shards: Shards = SHARDS,
+    **stored: Any,
 ) -> Delivery:
     """With the first few of its prompts generated; `stored` is what a spool had besides."""
     had = {"samples": [header(k) for k in range(samples)], **stored}
     count = samples if prompts is None else prompts
     return Delivery(
         DESCRIPTOR,
-        SHARDS,
+        shards,
         IdSet(map(id_of, range(count))),
         NOTHING._replace(**had),
         session_timeout_seconds=TIMEOUT_SECONDS,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from bare_member import BareMember
 from draftfeed_producer.admission import Admission
@@ -22,6 +23,7 @@ from draftfeed_producer.target import TargetConfig, load_target
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from samples import DATASET, DESCRIPTOR, sample
+from waiting import eventually
 
 SHARDS = Shards(DATASET, 0, (0, 1))
 ALL = [SampleId(DATASET, 0, 0, ordinal) for ordinal in range(6)]
@@ -42,13 +44,20 @@ class Parts(NamedTuple):
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> Iterator[Parts]:
-    spool = Spool(SpoolConfig(dir=tmp_path / "spool", min_free_bytes=0), DESCRIPTOR, SHARDS)
+def epochs() -> int:
+    return 1
+
+
+@pytest.fixture
+def parts(tmp_path: Path, epochs: int) -> Iterator[Parts]:
+    shards = replace(SHARDS, epochs=epochs)
+    ids = IdSet(id.in_epoch(epoch) for epoch in shards.each_epoch for id in ALL)
+    spool = Spool(SpoolConfig(dir=tmp_path / "spool", min_free_bytes=0), DESCRIPTOR, shards)
     listener = Listener(ServerConfig(bind="tcp://127.0.0.1:*"))
-    server = Server(listener, spool, Delivery.of(spool, DESCRIPTOR, IdSet(ALL)))
+    server = Server(listener, spool, Delivery.of(spool, DESCRIPTOR, ids))
     server.start()
     stopped = threading.Event()
-    source = PromptSource(SHARDS, IdSet(ALL), IdSet(), 1, found)
+    source = PromptSource(shards, ids, IdSet(), 1, found)
     admission = Admission(source, spool, server, stopped)
     yield Parts(admission, source, spool, server, listener.address, stopped)
     server.close("test over")
@@ -101,6 +110,19 @@ def test_a_prompt_that_became_finished_meanwhile_is_not_given_out(parts: Parts) 
     parts.spool.append(sample(1))
     parts.server.regenerate.put([ALL[1]])
     assert ordinals(prompts) == [2, 4, 5]
+
+
+@pytest.mark.parametrize("epochs", [2])
+def test_what_is_quarantined_while_the_next_epoch_runs_is_not_generated_in_it(parts: Parts) -> None:
+    for id in ordinals(parts.admission.prompts_now()):
+        parts.admission.stored(ALL[id])
+    assert parts.admission.ready
+    prompts = parts.admission.prompts_now()
+    assert next(prompts).id == ALL[0].in_epoch(1)
+    parts.spool.tombstone(ALL[2], "quarantined", "the trainer dies of it")
+    assert ordinals(prompts) == [1, 4, 5]
+    ended = ALL[2].in_epoch(1)
+    eventually(lambda: ended in parts.spool.tombstones, "it ends")
 
 
 def test_few_run_at_a_time_until_the_first_window_is_judged(parts: Parts, tiny_qwen3: Path) -> None:

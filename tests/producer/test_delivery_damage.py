@@ -1,8 +1,9 @@
 """Samples damaged on their way, damaged where they lie, and those that kill their trainer."""
 
 import pytest
+from msgspec.structs import replace
 
-from delivery_members import Member, done, header, id_of, ids, names, offered, producer
+from delivery_members import SHARDS, Member, done, header, id_of, ids, names, offered, producer
 from draftfeed_producer.delivery import MAX_NACKS, Delivery
 from draftfeed_producer.session import Regenerate, StoreTombstone, Verify, Void
 from draftfeed_producer.spool.control import Term
@@ -178,6 +179,19 @@ def test_suspicion_survives_a_restart_of_the_producer() -> None:
     crash(delivery, 2, 0)
     crash(delivery, 3)
     assert delivery.tombstones == {id_of(0): "quarantined"}
+
+
+def test_what_kills_the_trainer_does_not_come_again_in_the_epoch_that_has_begun() -> None:
+    """The last samples of an epoch are trained while the next one is in stock already."""
+    delivery = producer(2, shards=replace(SHARDS, epochs=3))
+    here, later = (replace(header(0), id=id_of(0).in_epoch(epoch)) for epoch in (1, 2))
+    delivery.stored(here)
+    for term in (1, 2, 3):
+        crash(delivery, term, 0)
+    crash(delivery, 4)
+    assert delivery.tombstones == dict.fromkeys([id_of(0), here.id], "quarantined")
+    assert done(delivery.stored(later), StoreTombstone)
+    assert later.id not in delivery.stock
 
 
 def test_a_restart_while_nobody_was_there_neither_clears_nor_adds_suspicion() -> None:

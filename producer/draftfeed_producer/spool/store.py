@@ -124,6 +124,11 @@ class Spool:
         """Whether the prompt has a record, a commit or a tombstone here."""
         return id in self._samples or id in self._committed or id in self._state.tombstones
 
+    def quarantined(self, id: SampleId) -> bool:
+        """Whether its line ended so, in whichever epoch."""
+        ended = (self._state.tombstones.get(id.in_epoch(one)) for one in self.shards.each_epoch)
+        return any(one is not None and one.state == "quarantined" for one in ended)
+
     def wait_for_space(self, timeout_seconds: float) -> bool:
         """Whether there is room now, or within the time: under the quota, above the free-space
         floor, and on the disk when that was full. `alarm` says what is missing."""
