@@ -145,6 +145,31 @@ class Gated(ArchivedSpool):
         return super()._serve_again(record)
 
 
+def test_rollback_brings_back_what_waits_to_be_sealed(tmp_path: Path) -> None:
+    """It was taken for freed: refused, or generated again. After a restart a commit of such
+    samples was refused, too."""
+    Gated.gate = threading.Event()
+    with (
+        opened(tmp_path / "a") as archive,
+        archiving(tmp_path / "spool", archive, Gated) as spool,
+    ):
+        try:
+            id = spool.append(sample(1)).header.id
+            commit(spool, lines([1]))
+            for one in (id, id.in_epoch(1)):
+                assert (found := spool.header_of(one)) is not None
+                assert found.id == one
+            spool.commit(3, IdSet(), term=1, rollback=True)
+            assert not spool.regenerated
+            assert spool.whole(id)
+            assert read(spool, id) == sample(1).digest()
+        finally:
+            Gated.gate.set()
+        eventually(lambda: not segments(tmp_path / "spool"), "it is sealed")
+        assert spool.whole(id)
+        assert read(spool, id) == sample(1).digest()
+
+
 def test_epoch_that_begins_while_segments_wait_to_be_sealed_generates_nothing_again(
     tmp_path: Path,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -9,7 +10,7 @@ from draftfeed_producer.archive.archiver import Archiver
 from draftfeed_producer.archive.index import Archive, ArchiveStatistics
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.spool.control import Regenerated
-from draftfeed_producer.spool.segments import Place, Record, Segment
+from draftfeed_producer.spool.segments import Place, Record, Segment, frame_fault
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -17,6 +18,13 @@ from draftfeed_proto.sample import SampleHeader
 
 class BeingSealed(Exception):
     """The sample can be had in a moment: its segment is on its way into the archive."""
+
+
+class _Left(NamedTuple):
+    """A sample of a segment that is no longer the spool's and not the archive's yet."""
+
+    segment: Segment
+    record: Record
 
 
 class ArchivedSpool(Spool):
@@ -30,9 +38,9 @@ class ArchivedSpool(Spool):
         self.archive = archive
         self._shelved: dict[SampleId, int] = {}
         """To be served out of the archive, and not terminal yet; from which place in it."""
-        self._leaving: dict[int, IdSet] = {}
-        """Lines of the segments that are no longer the spool's and not the archive's yet, in
-        epoch 0. `_samples.changed` is held while it changes."""
+        self._leaving: dict[int, dict[SampleId, _Left]] = {}
+        """By number of the segment, by line in epoch 0. `_samples.changed` is held while it
+        changes."""
         super().__init__(config, descriptor, shards)
         self._archiver = Archiver(archive, self._serve_again)
         if config.retain == "archive":
@@ -43,7 +51,7 @@ class ArchivedSpool(Spool):
         whatever epoch."""
         with self._samples.changed:  # the archive's later: what leaves here meanwhile is there
             lines = IdSet(record.header.id for record in self._samples.records()).in_epoch(0)
-            lines.update(IdSet.union(self._leaving.values()))
+            lines.update(line for found in self._leaving.values() for line in found)
         lines.update(self.archive.lines)
         return lines
 
@@ -58,8 +66,7 @@ class ArchivedSpool(Spool):
         with self._samples.changed:
             if (shared := self._shared(id)) is not None:
                 return shared
-            line = id.in_epoch(0)
-            if any(line in lines for lines in self._leaving.values()) and not self._archiver.stuck:
+            if self._left(id) is not None and not self._archiver.stuck:
                 raise BeingSealed
         header = self.archive.header(id)
         if header is not None:  # its place after that: it may be another copy's by then
@@ -86,6 +93,9 @@ class ArchivedSpool(Spool):
         it, and it is made again. Raises KeyError when it is terminal."""
         if self._is_here(id):
             return super().read_chunk(id, index)
+        with self._samples.changed:  # or it would be deleted meanwhile
+            if (left := self._brought_back(id)) is not None:
+                return left.segment.read_chunk(left.record, index)
         if self._stays(id):
             with suppress(KeyError):
                 return self.archive.read_chunk(id, index)
@@ -111,6 +121,17 @@ class ArchivedSpool(Spool):
         place = self.archive.place_of(id)
         return self._shelved.get(id, place) == place
 
+    def _left(self, id: SampleId) -> _Left | None:
+        """What there is of the line in a segment that is leaving."""
+        line = id.in_epoch(0)
+        return next((found[line] for found in self._leaving.values() if line in found), None)
+
+    def _brought_back(self, id: SampleId) -> _Left | None:
+        """By a rollback, out of a segment that is leaving. None when it is read from elsewhere:
+        nobody is to get half of one sample and half of another of its line."""
+        elsewhere = id in self._shelved or id in self.archive
+        return None if elsewhere else self._left(id)
+
     def read_ahead(self, id: SampleId) -> None:
         if id not in self._samples:
             self.archive.read_ahead(id)
@@ -120,11 +141,20 @@ class ArchivedSpool(Spool):
             here = super().header_of(id)
             if here is None and (source := self._source(id)) is not None:
                 here = msgspec.structs.replace(self._samples.record(source).header, id=id)
-        return here or self.archive.header(id)
+            left = self._left(id)  # looked at before the archive, into which it goes
+        header = here or self.archive.header(id)
+        if header is None and left is not None:
+            header = msgspec.structs.replace(left.record.header, id=id)
+        return header
 
     def whole(self, id: SampleId) -> bool:
         if id in self._samples:
             return super().whole(id)
+        with self._samples.changed:
+            if (left := self._brought_back(id)) is not None:
+                chunks = range(left.record.header.chunks)
+                frames = (left.segment.read_chunk(left.record, index) for index in chunks)
+                return not any(map(frame_fault, frames))
         return self._stays(id) and self.archive.whole(id)
 
     def void(self, id: SampleId, reason: str) -> None:
@@ -181,7 +211,7 @@ class ArchivedSpool(Spool):
         super().close()
 
     def _present(self) -> IdSet:
-        ids, lines = super()._present(), self.archive.lines
+        ids, lines = super()._present(), self.lines()
         lines.update(ids.in_epoch(0))
         for epoch in self.shards.each_epoch:
             ids.update(lines.in_epoch(epoch))
@@ -192,7 +222,8 @@ class ArchivedSpool(Spool):
             super()._dispose(segments)
             return
         for segment in segments:
-            self._leaving[segment.number] = IdSet(segment.ids).in_epoch(0)
+            found = {one.header.id.in_epoch(0): _Left(segment, one) for one in segment.left}
+            self._leaving[segment.number] = found
             done = partial(self._sealed, segment)
             self._archiver.take(segment, link=self._samples.closed(segment), done=done)
 

@@ -281,7 +281,7 @@ class Samples:
         self._leaving[segment.number] = self._segments.pop(segment.number)
         for id in segment.ids:
             if id in self._records and self._records[id].segment == segment.number:
-                del self._records[id]
+                segment.left.append(self._records.pop(id))
 
 
 def is_void(found: Record | Damage, voids: Mapping[tuple[int, int], Void]) -> bool:

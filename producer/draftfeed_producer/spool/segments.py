@@ -79,6 +79,8 @@ class Segment:
         self._reserved = end
         self.ids: set[SampleId] = set()
         """Of the samples for which it must be kept."""
+        self.left: list[Record] = []
+        """Its records, when it is taken out of the spool and not deleted yet."""
 
     @classmethod
     def create(
