@@ -97,6 +97,11 @@ def _answer(text: str) -> Table:
     return {**answer, "reasoning_content": thought} if thought else answer
 
 
+def _is_made(spool: Spool, id: SampleId) -> bool:
+    """Whether it is not to be generated: it may be unfinished after a rollback, and archived."""
+    return spool.finished(id) or spool.header_of(id) is not None
+
+
 class Conversations:
     """The file. Owns it, and a lock on it, until `close()`. One thread uses it."""
 
@@ -174,7 +179,7 @@ class Conversations:
                 os.fchown(kept.fileno(), status.st_uid, status.st_gid)
             for number, line in enumerate(self._lines(), start=1):
                 id = self._sample(line, number, spool, ids)
-                if id is None or id in self._written or not spool.finished(id):
+                if id is None or id in self._written or not _is_made(spool, id):
                     dropped += 1
                     continue
                 self._written.add(id)
@@ -229,7 +234,7 @@ class Conversations:
         gone = 0
         lines = self._written.in_epoch(0)
         for id in ids:
-            if id.in_epoch(0) in lines or id in spool.tombstones or not spool.finished(id):
+            if id.in_epoch(0) in lines or id in spool.tombstones or not _is_made(spool, id):
                 continue
             header = spool.header_of(id)
             lines.add(id.in_epoch(0))  # of later epochs it is the same, unless it was made again

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import samples
 import tiny_models
-from draftfeed_producer.archive import ArchiveConfig
+from draftfeed_producer.archive import Archive, ArchiveConfig, ArchivedSpool
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.conversations import Conversations, OutputConfig, Writer
 from draftfeed_producer.engines import (
@@ -169,6 +170,37 @@ def test_a_later_epoch_out_of_the_archive_adds_no_lines(run: Run):
         spool.commit(1, IdSet.union([first, first.in_epoch(1)]), 1)
     run.start().made_all()
     run.assert_same()
+
+
+def test_what_only_the_archive_has_keeps_its_lines(run: Run):
+    """A rollback made it unfinished: it is served out of the archive and never generated."""
+    run.epochs = 2
+    run.start().made_all()
+    lines = run.file.read_bytes().splitlines(keepends=True)
+    archive_and_forget(run)
+    run.file.write_bytes(b"".join(lines[1:]))
+    second = run.start()
+    second.made_all()
+    assert second.generated == []
+    assert sorted(run.file.read_bytes().splitlines(keepends=True)) == sorted(lines)
+
+
+def archive_and_forget(run: Run) -> None:
+    """All is trained and archived, and then the trainer goes back to its beginning."""
+    reader = Reader(run.spool)
+    first = IdSet(record.header.id for record in reader.records())
+    both = IdSet.union([first, first.in_epoch(1)])
+    shards, descriptor = replace(reader.shards, epochs=2), reader.owner.descriptor
+    roots = ArchiveConfig(roots=(run.directory / "archive",), min_free_bytes=0)
+    config = SpoolConfig(dir=run.spool, retain="archive", segment_bytes=1, min_free_bytes=0)
+    with (
+        closing(Archive(roots, descriptor, shards)) as archive,
+        closing(ArchivedSpool(config, descriptor, shards, archive)) as spool,
+    ):
+        for number in (1, 2):
+            spool.commit(number, both, 1)
+        eventually(lambda: not list(run.spool.glob("*.seg")), "all is archived")
+        spool.commit(3, IdSet(), 1, rollback=True)
 
 
 def test_prefill_mode_reads_the_same_tokens_from_it(run: Run):
