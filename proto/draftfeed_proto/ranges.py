@@ -26,16 +26,21 @@ def union(left: Sequence[int], right: Sequence[int]) -> list[int]:
 
 
 def difference(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    edges: list[int] = []
-    for edge in sorted({*left, *right}):
-        inside = contains(left, edge) and not contains(right, edge)
-        if inside != (len(edges) % 2 == 1):
-            edges.append(edge)
-    return edges
+    # The two are mostly checkpoints of one run: what only one of them has is little, and an edge
+    # that both have is none of its edges.
+    only_in_one = sorted(set(left) ^ set(right))
+    return intersection(only_in_one, left)
 
 
 def intersection(left: Sequence[int], right: Sequence[int]) -> list[int]:
-    return difference(left, difference(left, right))
+    few, many = sorted((left, right), key=len)
+    edges: list[int] = []
+    for start, stop in pairs(few):
+        low, high = bisect_right(many, start), bisect_left(many, stop)
+        opening = [start] if low % 2 == 1 else []
+        closing = [stop] if high % 2 == 1 else []
+        edges += [*opening, *many[low:high], *closing]
+    return edges
 
 
 def pairs(edges: Sequence[int]) -> Iterator[tuple[int, int]]:
