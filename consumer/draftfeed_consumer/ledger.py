@@ -9,7 +9,7 @@ from draftfeed_consumer.errors import StateError
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import IdSet, SampleId, Shards, WireRanges
 
-FORMAT = 2
+FORMAT = 3
 
 
 class LedgerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,7 +178,7 @@ class Ledger:
     def uncommitted(self) -> bool:
         """Whether a checkpoint made now would hold more than the last durable one."""
         with self._lock:
-            return bool((self._trained - self._committed).to_wire())
+            return bool(self._trained - self._committed)
 
     @property
     def uncommitted_count(self) -> int:

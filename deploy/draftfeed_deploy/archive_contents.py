@@ -232,7 +232,7 @@ def _missing_line(facts: ArchiveFacts) -> str:
 def _ordinals(ids: IdSet) -> list[int]:
     """Half-open ranges, flattened, where those of neighbouring shards are one."""
     found: list[int] = []
-    for *_, edges in ids.to_wire():
+    for _, edges in ids.by_partition():
         if found and found[-1] == edges[0]:
             found[-1:] = edges[1:]
         else:

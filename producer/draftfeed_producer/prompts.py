@@ -286,7 +286,7 @@ def line_ids(shards: Shards, lines: int, shard_size: int) -> IdSet:
     starts = range(0, lines, shard_size)
     return IdSet.from_wire(
         [
-            (shards.dataset, epoch, shard, [start, min(start + shard_size, lines)])
+            (shards.dataset, epoch, shard, start, [min(shard_size, lines - start)])
             for epoch in shards.each_epoch
             for shard, start in enumerate(starts)
         ]

@@ -2,7 +2,8 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import sub
 from typing import Annotated
 
 import msgspec
@@ -18,8 +19,10 @@ Ordinal = Annotated[int, msgspec.Meta(ge=0, lt=MAX_ORDINALS)]
 Partition = tuple[str, int, int]
 """(dataset, epoch, shard): everything of an id but its ordinal."""
 
-WireRanges = list[tuple[Dataset, Count, Count, list[Count]]]
-"""One entry a partition, with its half-open ranges flattened: [start, stop, start, stop, ...]."""
+WireRanges = list[tuple[Dataset, Count, Count, Ordinal, list[Count]]]
+"""One entry a partition: its first ordinal, and how many from there on are in the set, how many
+then are not, how many then are again, ... Such lengths are small numbers, of one byte each, also
+where ids are trained in random order and every second one is a range of its own."""
 
 
 class SampleId(
@@ -183,32 +186,44 @@ class IdSet:
             stop - start for edges in self._ranges.values() for start, stop in ranges.pairs(edges)
         )
 
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, IdSet) and self._ranges == other._ranges
 
     __hash__ = None  # type: ignore[assignment]  # mutable
 
     def __repr__(self) -> str:
-        return f"IdSet({len(self)} ids in {len(self.to_wire())} partitions)"
+        return f"IdSet({len(self)} ids in {len(self._ranges)} partitions)"
 
     def __and__(self, other: "IdSet") -> "IdSet":
         return self - (self - other)
 
+    def by_partition(self) -> Iterator[tuple[Partition, list[int]]]:
+        """Half-open ranges of ordinals, flattened: [start, stop, start, stop, ...]."""
+        for partition in sorted(self._ranges):
+            yield partition, list(self._ranges[partition])
+
     def to_wire(self) -> WireRanges:
-        return [(*partition, list(self._ranges[partition])) for partition in sorted(self._ranges)]
+        return [
+            (*partition, edges[0], list(map(sub, edges[1:], edges)))
+            for partition, edges in self.by_partition()
+        ]
 
     @classmethod
-    def from_wire(cls, ranges: WireRanges) -> "IdSet":
-        """Raises MalformedMessage when a partition comes twice, or when its edges are not pairs
-        that rise within 0..MAX_ORDINALS."""
+    def from_wire(cls, wire: WireRanges) -> "IdSet":
+        """Raises MalformedMessage when a partition comes twice, or when its lengths are not an odd
+        number of positive ones that end within 0..MAX_ORDINALS."""
         ids = cls()
-        for dataset, epoch, shard, edges in ranges:
+        for dataset, epoch, shard, first, lengths in wire:
             partition = (dataset, epoch, shard)
             if partition in ids._ranges:
                 raise MalformedMessage(f"ranges of {dataset}/{epoch}/{shard} come twice")
-            if not _are_ranges(edges):
-                raise MalformedMessage(f"ranges of {dataset}/{epoch}/{shard} are not rising pairs")
-            ids._ranges[partition] = list(edges)
+            edges = list(accumulate(lengths, initial=first))
+            if len(edges) % 2 or min(lengths) < 1 or not 0 <= first < edges[-1] <= MAX_ORDINALS:
+                raise MalformedMessage(f"ranges of {dataset}/{epoch}/{shard} are not ranges")
+            ids._ranges[partition] = edges
         return ids
 
     def _add_range(self, partition: Partition, start: int, stop: int) -> None:

@@ -20,7 +20,7 @@ from draftfeed_proto.limits import (
 from draftfeed_proto.sample import SampleHeader
 from draftfeed_proto.wire import Count, Name, pack, unpack_message
 
-VERSION = (1, 1)
+VERSION = (2, 0)
 ROWS_VERSION = (1, 1)
 """Of members that know the codec `rows`."""
 

@@ -104,7 +104,7 @@ def messages() -> list[dict[str, Any]]:
     asset = m.AssetFile(name="config.json", bytes=2, digest=hashlib.sha256(b"{}").hexdigest())
     pairs: list[tuple[str, m.Message]] = [
         ("minimal", m.Fence(**fence, member="0", term=1)),
-        ("full", m.Fence(**fence, **rank, version=(1, 0), term=7, takeover=True, expect=expect)),
+        ("full", m.Fence(**fence, **rank, version=(2, 1), term=7, takeover=True, expect=expect)),
         ("minimal", m.Open(**here, trained=[])),
         (
             "full",

@@ -72,15 +72,15 @@ def test_sample_that_was_trained_is_not_held_again() -> None:
     assert not made.hold(ids(0)[0])
 
 
-@pytest.mark.parametrize("state", [{}, {"format": 2}, {"trained": 3}, {"extra": 1}])
+@pytest.mark.parametrize("state", [{}, {"format": 3}, {"trained": 3}, {"extra": 1}])
 def test_checkpoint_of_something_else_is_refused(state: dict[str, object]) -> None:
     with pytest.raises(StateError, match="not a draftfeed state"):
         Ledger().load(state)
 
 
 def test_checkpoint_of_another_format_is_refused_with_both_numbers() -> None:
-    with pytest.raises(StateError, match="format 1, this draftfeed reads 2"):
-        Ledger().load({"format": 1, "stream_id": "s", "number": 3, "trained": []})
+    with pytest.raises(StateError, match="format 2, this draftfeed reads 3"):
+        Ledger().load({"format": 2, "stream_id": "s", "number": 3, "trained": []})
 
 
 def test_state_names_its_term_and_the_state_it_descends_from() -> None:
@@ -91,7 +91,7 @@ def test_state_names_its_term_and_the_state_it_descends_from() -> None:
     again = Ledger()
     again.load(made.state("s"))
     again.follow(4, 9)
-    assert parse(again.state("s")) == LedgerState(2, "s", 4, 10, 3, [])
+    assert parse(again.state("s")) == LedgerState(3, "s", 4, 10, 3, [])
 
 
 def test_opening_speaks_of_one_producers_shards_only() -> None:

@@ -66,7 +66,7 @@ def test_state_is_the_same_on_all_ranks_and_holds_what_each_trained() -> None:
     first, second = both("states")
     assert first["state"] == second["state"]
     assert first["state"]["number"] == 8  # the leader's
-    assert first["state"]["trained"] == [["0123456789abcdef", 0, 0, [0, 1, 10, 12]]]
+    assert first["state"]["trained"] == [["0123456789abcdef", 0, 0, 0, [1, 9, 2]]]
     assert first["next"] == second["next"] == 9
     assert first["loaded"] == second["loaded"] == []
 

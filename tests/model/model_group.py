@@ -19,7 +19,7 @@ from draftfeed_proto.ids import IdSet, SampleId
 from model_link import Link, Violation
 from model_samples import STREAM
 
-BEFORE_THE_FIRST = LedgerState(2, STREAM, 0, 0, 0, [])
+BEFORE_THE_FIRST = LedgerState(3, STREAM, 0, 0, 0, [])
 
 
 class Checkpoint(NamedTuple):

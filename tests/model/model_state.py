@@ -116,7 +116,7 @@ class _Freezer:
         if kind is set or kind is frozenset:
             return {"set": sorted(map(self.freeze, value))} if value else ""
         if kind is IdSet:
-            return [(shard, edges) for _, _, shard, edges in value.to_wire()]
+            return [(shard, edges) for (_, _, shard), edges in value.by_partition()]
         return self._other(kind, value)
 
     def _other(self, kind: type, value: Any) -> Any:

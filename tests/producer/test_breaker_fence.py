@@ -33,7 +33,7 @@ def test_checkpoint_that_names_a_trillion_samples_is_refused_at_once() -> None:
     delivery = producer(1)
     member = Member(delivery)
     member.ask()
-    refused = said(member.say(m.Open, trained=[(DATASET, 0, 0, [0, 2**40])]), m.Refused)
+    refused = said(member.say(m.Open, trained=[(DATASET, 0, 0, 0, [2**40])]), m.Refused)
     assert refused[0].code == "mismatch"
     assert not delivery.committed
 

@@ -267,9 +267,9 @@ def test_anyone_may_ask_without_disturbing_a_session() -> None:
 @pytest.mark.parametrize("count", [1, 1 << 39])
 def test_a_prompt_list_of_any_length_is_accounted_for_by_ranges(count: int) -> None:
     delivery = producer(1)
-    delivery.prompts = IdSet.from_wire([(*id_of(0).partition, [0, count])])
+    delivery.prompts = IdSet.from_wire([(*id_of(0).partition, 0, [count])])
     answer = account(delivery)
-    assert answer.pending == ([(*id_of(0).partition, [1, count])] if count > 1 else [])
+    assert answer.pending == ([(*id_of(0).partition, 1, [count - 1])] if count > 1 else [])
 
 
 def test_a_rank_hears_of_the_end_though_the_leader_heard_it_before_a_restart_and_left() -> None:

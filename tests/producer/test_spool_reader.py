@@ -120,9 +120,9 @@ def test_sample_cut_short_in_an_older_segment_is_damage(tmp_path: Path) -> None:
 def test_spool_of_another_format_is_refused_with_both_printed(tmp_path: Path) -> None:
     open_spool(tmp_path).close()
     path = tmp_path / "spool.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
     for look in (lambda: Reader(tmp_path), lambda: open_spool(tmp_path)):
-        with pytest.raises(SpoolMismatch, match=r"format 3.* 2"):
+        with pytest.raises(SpoolMismatch, match=r"format 4.* 3"):
             look()
 
 

@@ -57,36 +57,37 @@ def test_ids_trained_nearly_in_order_stay_one_range() -> None:
     for start in range(0, 4096, 64):
         for offset in range(64):
             ids.add(SampleId(A, 0, 0, start + offset * 37 % 64))
-    assert ids.to_wire() == [(A, 0, 0, [0, 4096])]
+    assert ids.to_wire() == [(A, 0, 0, 0, [4096])]
 
 
-HOSTILE_EDGES = {
-    "odd": [0],
-    "none": [],
-    "empty range": [3, 3],
-    "falling": [5, 3],
-    "touching": [0, 2, 2, 4],
-    "overlapping": [0, 5, 3, 8],
-    "negative": [-1, 5],
-    "beyond any file": [0, MAX_ORDINALS + 1],
-    "beyond 64 bits": [0, 2**64],
+HOSTILE_RANGES: dict[str, tuple[int, list[int]]] = {
+    "none": (0, []),
+    "an end that is not in the set": (0, [1, 2]),
+    "empty range": (3, [0]),
+    "touching": (0, [2, 0, 2]),
+    "falling": (5, [-2]),
+    "overlapping": (0, [5, -2, 5]),
+    "negative": (-1, [6]),
+    "beyond any file": (0, [MAX_ORDINALS + 1]),
+    "beyond any file in the end": (MAX_ORDINALS - 2, [1, 1, 1]),
+    "beyond 64 bits": (0, [2**63 - 1, 2**63 - 1, 2**63 - 1]),
 }
 
 
-@pytest.mark.parametrize("edges", HOSTILE_EDGES.values(), ids=HOSTILE_EDGES.keys())
-def test_ranges_that_are_not_rising_pairs_are_refused(edges: list[int]) -> None:
-    with pytest.raises(MalformedMessage, match="not rising pairs"):
-        IdSet.from_wire([(A, 0, 0, edges)])
+@pytest.mark.parametrize(("first", "lengths"), HOSTILE_RANGES.values(), ids=HOSTILE_RANGES.keys())
+def test_lengths_that_make_no_ranges_are_refused(first: int, lengths: list[int]) -> None:
+    with pytest.raises(MalformedMessage, match="not ranges"):
+        IdSet.from_wire([(A, 0, 0, first, lengths)])
 
 
 def test_one_partition_twice_is_refused_instead_of_losing_its_first_half() -> None:
     with pytest.raises(MalformedMessage, match="come twice"):
-        IdSet.from_wire([(A, 0, 0, [0, 5]), (A, 0, 0, [7, 8])])
+        IdSet.from_wire([(A, 0, 0, 0, [5]), (A, 0, 0, 7, [1])])
 
 
 def test_a_peer_that_claims_a_trillion_ids_costs_no_time() -> None:
     began = time.monotonic()
-    claimed = IdSet.from_wire([(A, 0, shard, [0, MAX_ORDINALS]) for shard in range(1000)])
+    claimed = IdSet.from_wire([(A, 0, shard, 0, [MAX_ORDINALS]) for shard in range(1000)])
     known = IdSet([SampleId(A, 0, 3, 7)])
     assert len(claimed) == 1000 * MAX_ORDINALS
     assert "in 1000 partitions" in repr(claimed)

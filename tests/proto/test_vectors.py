@@ -190,9 +190,9 @@ def test_stream_id_by_hand(vector: dict[str, Any]) -> None:
 def test_id_sets_by_hand() -> None:
     by_hand = [
         f"{dataset}/{epoch}/{shard}/{ordinal}"
-        for dataset, epoch, shard, edges in IDS["wire"]
-        for start, stop in zip(edges[::2], edges[1::2], strict=True)
-        for ordinal in range(start, stop)
+        for dataset, epoch, shard, first, lengths in IDS["wire"]
+        for at in range(0, len(lengths), 2)
+        for ordinal in range(first + sum(lengths[:at]), first + sum(lengths[: at + 1]))
     ]
     assert by_hand == IDS["ids"]
     assert [str(id) for id in IdSet.from_wire(IDS["wire"])] == IDS["ids"]

@@ -225,7 +225,7 @@ class ServerWorld:
     def fence(self) -> m.Fence:
         source = self.source
         return m.Fence(
-            version=self.rng.choice([m.VERSION, m.VERSION, (2, 0), (1, 9)]),
+            version=self.rng.choice([m.VERSION, m.VERSION, (1, 9), (2, 9)]),
             group=self.rng.choice(["run", source.name()]),
             member=source.name(),
             members=self.rng.choice([1, 2, MAX_MEMBERS]),

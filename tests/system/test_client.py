@@ -223,7 +223,7 @@ def test_trainer_that_waits_at_a_full_spool_makes_a_checkpoint(peer: Peer) -> No
         peer.say(m.CheckpointWanted(**HERE))
         commit = peer.expect(m.Commit)
         assert isinstance(commit, m.Commit)
-        assert commit.trained == [(DATASET, 0, 0, [0, 1])]
+        assert commit.trained == [(DATASET, 0, 0, 0, [1])]
         stream.drain()
         trainer.join(20)
         assert not trainer.is_alive()

@@ -84,7 +84,7 @@ def test_ranges_that_are_none_do_not_end_the_server(
     opening = m.Open(
         term=granted.term,
         session=granted.session,
-        trained=[(*sample(0, rows=1).id.partition, [5, 3])],
+        trained=[(*sample(0, rows=1).id.partition, 5, [0])],
     )
     peer.send(m.encode(opening))
     answer = answer_to(peer)

@@ -17,7 +17,7 @@ from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, Shards, WireRanges
 from draftfeed_proto.sample import SampleHeader
 
-FORMAT = 1
+FORMAT = 2
 NAME = "archive.json"
 
 

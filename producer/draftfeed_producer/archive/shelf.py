@@ -88,7 +88,7 @@ class _Lines:
         self._epoch = epoch
         parts = [
             (dataset, shard, np.arange(start, stop, dtype=np.int64))
-            for dataset, _, shard, edges in ids.to_wire()
+            for (dataset, _, shard), edges in ids.by_partition()
             for start, stop in ranges.pairs(edges)
         ]
         self._dataset = parts[0][0] if parts else ""

@@ -13,7 +13,7 @@ from draftfeed_producer.spool.ranges import difference, format_ranges, parse_ran
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import Shards
 
-FORMAT = 2
+FORMAT = 3
 """Of the directory as a whole; entries carry a version of their own."""
 CONTROL_LOG = "control.log"
 

@@ -70,7 +70,7 @@ def begun(reader: Reader) -> Ranges:
     ids = IdSet([*(record.header.id for record in reader.records()), *control.tombstones])
     ids.update(control.committed)
     shards: Ranges = ()
-    for _, _, shard, _ in ids.within(reader.owner.prompts).to_wire():
+    for (_, _, shard), _ in ids.within(reader.owner.prompts).by_partition():
         shards = union(shards, (shard, shard + 1))
     return shards
 
