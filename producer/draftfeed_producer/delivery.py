@@ -264,7 +264,7 @@ class Delivery:
         for known in (self.fencing.members.get(fence.member), self.fencing.attached.get(sender)):
             if known is not None and known.session is not None:
                 self._out.end_session(known, now)
-        session = Session(sender, self._make_name(), fence.version)
+        session = Session(sender, self._make_name())
         self.fencing.attach(fence, session)
         logger.info("member %s of group %s, term %d", fence.member, fence.group, fence.term)
         granted = self._out.send(

@@ -42,7 +42,6 @@ from draftfeed_producer.sparing import Sparing
 from draftfeed_producer.spool import Spool
 from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
-from draftfeed_proto.chunk import as_raw
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.sample import SampleHeader
@@ -578,11 +577,7 @@ class Server:
     def _read_chunk(self, action: SendChunk) -> bytes | memoryview:
         if action.message.index == 0:
             self._read_ahead(action.sender)
-        frame = self._spool.read_chunk(action.message.id, action.message.index)
-        member = self._delivery.fencing.attached.get(action.sender)
-        if member and member.session and member.session.version < m.ROWS_VERSION:
-            return as_raw(frame)
-        return frame
+        return self._spool.read_chunk(action.message.id, action.message.index)
 
     def _keep_unsent(self, action: SendChunk, frame: bytes | memoryview) -> None:
         """Where the link is full it is tried again at once, and would be read again each time."""

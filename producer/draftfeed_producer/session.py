@@ -78,8 +78,8 @@ def random_name() -> str:
 class Session:
     """One connection of one member."""
 
-    def __init__(self, sender: bytes, name: str, version: tuple[int, int] = m.VERSION) -> None:
-        self.sender, self.name, self.version = sender, name, version
+    def __init__(self, sender: bytes, name: str) -> None:
+        self.sender, self.name = sender, name
         self.open = False
         self.end_sent = False
         self.all_terminal_sent = False

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from draftfeed_proto import codecs
-from draftfeed_proto.errors import ChecksumMismatch, LimitExceeded, MalformedChunk, ProtoError
+from draftfeed_proto.errors import ChecksumMismatch, LimitExceeded, MalformedChunk
 from draftfeed_proto.limits import (
     MAX_CHUNK_BYTES,
     MAX_FRAME_BYTES,
@@ -152,22 +152,6 @@ def lay_rows(states: np.ndarray, first_row: int) -> Apart:
     _FIELDS.pack_into(header, 0, MAGIC, *fields)
     _CHECKSUM.pack_into(header, _FIELDS.size, _checksum(header[: _FIELDS.size], payload))
     return Apart(header, payload)
-
-
-def as_raw(frame: bytes | memoryview) -> bytes | memoryview:
-    """The same states as `raw` where they are `rows`, for who does not know that: as many bytes.
-    Any other frame, and one that is damaged, as it is."""
-    try:
-        if read_header(frame).codec != codecs.ROWS.number:
-            return frame
-        header = verify(frame)
-    except ProtoError:
-        return frame
-    if header.encoded_bytes != header.decoded_bytes:
-        return frame
-    values = np.frombuffer(frame, np.uint16, offset=HEADER_BYTES)
-    states = values.reshape(header.rows, header.layers, header.hidden)
-    return encode_states(states, header.first_row, codecs.by_name("raw"))
 
 
 def frame_bytes(decoded_bytes: int) -> int:

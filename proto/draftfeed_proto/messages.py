@@ -21,8 +21,6 @@ from draftfeed_proto.sample import SampleHeader
 from draftfeed_proto.wire import Count, Name, pack, unpack_message
 
 VERSION = (2, 0)
-ROWS_VERSION = (1, 1)
-"""Of members that know the codec `rows`."""
 
 SampleBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

@@ -8,18 +8,15 @@ from typing import Any, Literal, get_args
 
 import msgpack
 import msgspec
-import numpy as np
 import pytest
 import zmq
 
 from draftfeed_consumer.errors import StreamRefused
 from draftfeed_consumer.stream import HiddenStateStream
-from draftfeed_proto import codecs
 from draftfeed_proto import messages as m
 from draftfeed_proto.descriptor import Expectation
 from harness import consuming, producing
-from samples import DESCRIPTOR, sample
-from waiting import eventually
+from samples import DESCRIPTOR
 
 KINDS = {kind.__name__: kind for kind in get_args(m.FromMember | m.FromProducer)}
 FREE_KEYS = ("sampling", "terminal")
@@ -36,8 +33,6 @@ class Translator:
 
     def __init__(self, producer: str, up: Translate, down: Translate) -> None:
         self._producer, self._up, self._down = producer, up, down
-        self.codecs: set[int] = set()
-        """Of the chunks that were sent."""
         self.translated: set[str] = set()
         """Types of the messages that were changed."""
         self._context = zmq.Context()
@@ -71,7 +66,6 @@ class Translator:
             for sender, far in self._far.items():
                 if far in ready:
                     message, *frame = far.recv_multipart()
-                    self.codecs.update(one[5] for one in frame)
                     answer = self._translated(message, self._down)
                     self._near.send_multipart([sender, answer, *frame])
 
@@ -202,30 +196,6 @@ def test_every_message_of_a_stream_was_translated(
     common = {"Fence", "Granted", "Open", "Opened", "Offer", "Grant", "Credit", "Begin", chunk}
     ends = {"Reject", "Commit", "Committed", "EndOfSamples", "AllTerminal"}
     assert not (common | ends) - translator.translated
-
-
-def test_member_of_1_0_gets_no_rows_of_a_spool_that_was_filled_for_another(tmp_path: Path) -> None:
-    """It was refused by the first of them, again and again: it does not know the codec."""
-    with producing(tmp_path / "spool") as producer:
-        with consuming(producer.address, same_host=True):
-            eventually(lambda: bool(producer.server.statistics().same_host), "on one host")
-            producer.generate(range(20))
-        assert producer.spool.read_chunk(sample(19).id, 1)[5] == codecs.ROWS.number
-        producer.server.finish()
-        with (
-            translating(producer.address, older, unchanged) as translator,
-            consuming(translator.address, same_host=False) as stream,
-        ):
-            seen = 0
-            for item in stream:
-                seen += 1
-                states = item["hidden_states"].numpy().view(np.uint16)
-                made = sample(item["id"].ordinal).hidden_states.view(np.uint16)
-                assert np.array_equal(states, made)
-                stream.trained([item["id"]], seen)
-            assert seen == 20
-        assert codecs.RAW.number in translator.codecs
-        assert codecs.ROWS.number not in translator.codecs
 
 
 @pytest.mark.parametrize("direction", get_args(Direction))
