@@ -12,7 +12,7 @@ from typing import Any
 from draftfeed_producer.errors import SpoolError, SpoolFull
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.spool.control import Commit
-from draftfeed_producer.spool.control_log import ControlLog
+from draftfeed_producer.spool.control_log import RESERVE_BYTES, ControlLog
 from draftfeed_proto.ids import IdSet, SampleId
 from samples import DATASET, DESCRIPTOR, sample
 from spool_helpers import SHARDS
@@ -113,6 +113,17 @@ def reopen_on_a_full_disk(directory: str) -> None:
     _limit_files((Path(directory) / "control.log").stat().st_size)
     log = ControlLog(Path(directory) / "control.log", 2)
     log.append(Commit(1, [], 1))
+    log.close()
+
+
+def large_commits_on_a_full_disk(directory: str) -> None:
+    path = Path(directory) / "control.log"
+    every_second = [(DATASET, 0, 0, 0, [1] * (2 * RESERVE_BYTES + 1))]
+    log = ControlLog(path, 2)
+    log.append(Commit(1, every_second, 1))
+    _limit_files(path.stat().st_size)
+    for number in (2, 3):
+        log.append(Commit(number, every_second, 1))
     log.close()
 
 

@@ -204,6 +204,13 @@ def test_restart_on_a_full_disk_keeps_the_room_of_the_log(tmp_path: Path) -> Non
     assert read_control(tmp_path / "control.log").commits[-1].number == 1
 
 
+def test_commits_that_free_a_full_disk_have_room_however_large_they_are(tmp_path: Path) -> None:
+    """In an epoch in random order a commit is half a byte for each line, and the second frees."""
+    done = spool_child("large_commits_on_a_full_disk", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert read_control(tmp_path / "control.log").commits[-1].number == 3
+
+
 def test_torn_record_is_wiped_so_that_it_never_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "control.log"
     log = ControlLog(path, 2)

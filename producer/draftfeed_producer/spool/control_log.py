@@ -9,14 +9,16 @@ import msgspec
 
 from draftfeed_producer.errors import SpoolDamaged
 from draftfeed_producer.spool import entries
-from draftfeed_producer.spool.control import Control, Record
+from draftfeed_producer.spool.control import Commit, Control, Record
 from draftfeed_producer.spool.directory import segment_paths
 from draftfeed_producer.spool.files import sync_directory
 
 logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 1 << 20
-"""Taken ahead of the records."""
+"""Taken ahead of the records, beside what commits need."""
+RESERVE_COMMITS = 2
+"""As large as the last one. Two may have to be recorded before anything is freed."""
 COMPACT_BYTES = 16 << 20
 """A smaller log is left as it is."""
 KEEP_ALL = 1 << 30
@@ -38,6 +40,7 @@ class ControlLog:
         self._compact_bytes = self._due_bytes = compact_bytes
         """At the latter it is found out whether it is worth to rewrite the log."""
         self._is_short = False
+        self._commit_bytes = 0
         self.state = Control(keep_commits)
         _part(path).unlink(missing_ok=True)
         created = not path.exists()
@@ -46,6 +49,8 @@ class ControlLog:
             if created:
                 sync_directory(path.parent)
             self._end = _replay(self._fd, path, self.state)
+            if self.state.commits:
+                self._commit_bytes = len(_entry(self.state.commits[-1]))
             _zero(self._fd, self._end)
             self._reserve_ahead()
         except BaseException:
@@ -69,6 +74,8 @@ class ControlLog:
             os.pwrite(self._fd, bytes(min(len(data), self._room())), self._end)
             raise
         self._end += len(data)
+        if isinstance(record, Commit):
+            self._commit_bytes = len(data)
         self.state.apply(record)
         self._compact_when_due()
         self._reserve_ahead()
@@ -81,15 +88,19 @@ class ControlLog:
 
     def _reserve_ahead(self) -> None:
         """Done while the disk still has room: when it is full, it is too late."""
-        if self._room() >= RESERVE_BYTES:
+        if self._room() >= self._ahead_bytes:
             return
         try:
-            self._reserve(RESERVE_BYTES)
+            self._reserve(self._ahead_bytes)
             self._is_short = False
         except OSError as error:
             if not self._is_short:  # once
                 logger.warning("%s: no room can be taken ahead: %s", self._path, error.strerror)
             self._is_short = True
+
+    @property
+    def _ahead_bytes(self) -> int:
+        return RESERVE_BYTES + RESERVE_COMMITS * self._commit_bytes
 
     def _room(self) -> int:
         return os.fstat(self._fd).st_size - self._end
@@ -108,7 +119,7 @@ class ControlLog:
         """The new log is whole on the disk before it takes the old one's name. Where the disk has
         no room for both, the old one is used on."""
         try:
-            fd = _written(_part(self._path), live, 2 * RESERVE_BYTES)
+            fd = _written(_part(self._path), live, self._ahead_bytes + RESERVE_BYTES)
         except OSError as error:
             logger.warning("%s: not compacted: %s", self._path, error.strerror)
             _part(self._path).unlink(missing_ok=True)
