@@ -306,7 +306,8 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
 
     @property
     def checkpoint_wanted(self) -> bool:
-        """The producer's disk fills up; a checkpoint at the next step boundary frees some of it.
+        """The producer asks for a checkpoint at the next step boundary: its disk fills up, and that
+        frees some of it, or much was trained that is in none.
 
         A trainer that only saves at the end may ignore it, if the spool's quota holds everything.
         Not while a checkpoint would hold nothing new and there are samples here to train first.

@@ -179,6 +179,10 @@ class Delivery:
         )
         return list(asked)
 
+    def overdue_checkpoint(self) -> list[Action]:
+        """See `Distribution.overdue_checkpoint`."""
+        return list(self._out.overdue_checkpoint(self.authority.key))
+
     # events of the wire
 
     def received(self, sender: bytes, message: m.FromMember, now: float) -> list[Action]:

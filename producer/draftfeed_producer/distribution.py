@@ -13,6 +13,10 @@ OFFERED_SAMPLES = 64
 """Offers the members of a group may have open together, a few each at least."""
 LEAST_OFFERED_SAMPLES = 4
 
+MAX_UNCOMMITTED_SAMPLES = 1 << 15
+"""Trained, and in no checkpoint: a crash loses them, their headers are kept here, and a member
+that attaches again names each. Its message would have room for about four times as many."""
+
 Wait = Literal["no_credit", "link_full"]
 """What samples wait for. no_credit: members have no room and ask for none. link_full: they have
 asked, and all that they may be sent is under way; who does not read looks the same from here."""
@@ -143,14 +147,28 @@ class Distribution:
         kept_bytes: of samples that the last checkpoint has, and one more would delete. paused:
         generation is.
         """
-        fresh = [session for session in self.fencing.live if session.asked_at != last_commit]
+        fresh = self._not_asked_since(last_commit)
         if not fresh:
             return
         stuck = paused and self.idle
         gain_bytes = max(kept_bytes, self._covered_bytes(at_most=stuck))
         if gain_bytes < (1 if stuck else worth_bytes):
             return
-        for session in fresh:
+        yield from self._ask(fresh, last_commit)
+
+    def overdue_checkpoint(self, last_commit: tuple[int, int]) -> Iterator[Action]:
+        """Asks for it, once for each commit, when many samples were trained since, whether or not
+        the spool fills up: that of a replay holds nothing."""
+        members = list(self.fencing.members.values())
+        trained = sum(len(member.taken) - len(member.at_work) for member in members)
+        if trained >= MAX_UNCOMMITTED_SAMPLES:
+            yield from self._ask(self._not_asked_since(last_commit), last_commit)
+
+    def _not_asked_since(self, last_commit: tuple[int, int]) -> list[Session]:
+        return [session for session in self.fencing.live if session.asked_at != last_commit]
+
+    def _ask(self, sessions: list[Session], last_commit: tuple[int, int]) -> Iterator[Action]:
+        for session in sessions:
             session.asked_at = last_commit
             yield self.send(session, m.CheckpointWanted)
 

@@ -621,6 +621,7 @@ class Server:
             return
         self._disk_due = time.monotonic() + DISK_SECONDS
         self._judge_interval()
+        self._perform(self._delivery.overdue_checkpoint())
         spool, paused = self._spool, bool(self._spool.alarm)
         if paused or spool.fill > CHECKPOINT_FILL:
             kept_bytes = spool.kept_bytes if paused else 0

@@ -298,7 +298,8 @@ class Closing(InSession, frozen=True, kw_only=True):
 
 
 class CheckpointWanted(InSession, frozen=True, kw_only=True):
-    """The spool fills up: a checkpoint at the next step boundary would let it free space."""
+    """The spool fills up, and a checkpoint at the next step boundary would let it free space; or
+    much was trained since the last one."""
 
 
 class Ping(InSession, frozen=True, kw_only=True):

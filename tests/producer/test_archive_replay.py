@@ -11,7 +11,7 @@ import pytest
 
 from archive_helpers import archive_samples, lines, opened, segments
 from bare_member import BareMember
-from draftfeed_producer import server
+from draftfeed_producer import distribution, server
 from draftfeed_producer.archive import ArchiveConfig
 from draftfeed_producer.config import ProducerConfig
 from draftfeed_producer.engines import ReplayConfig
@@ -148,6 +148,24 @@ def trains_all(replay: Replay, term: int) -> None:
     received = member.receive(COUNT)
     assert IdSet(received) == lines(range(COUNT), epoch=1)
     member.commit(received)
+    member.until(m.AllTerminal)
+    member.say(m.Bye)
+    assert replay.ended() is None
+    member.close()
+
+
+def test_a_replay_asks_for_checkpoints_though_its_spool_stays_empty(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that saves when it is asked to saved nothing until the last epoch was over."""
+    monkeypatch.setattr(distribution, "MAX_UNCOMMITTED_SAMPLES", COUNT)
+    replay = Replay(directory, "only")
+    member = BareMember(replay.address)
+    member.open()
+    member.say(m.AtWork, ids=member.receive(COUNT))
+    member.say(m.AtWork, ids=[])
+    member.until(m.CheckpointWanted)
+    member.commit(member.received)
     member.until(m.AllTerminal)
     member.say(m.Bye)
     assert replay.ended() is None

@@ -3,6 +3,7 @@
 import pytest
 
 from delivery_members import Member, header, id_of, names, producer
+from draftfeed_producer import distribution
 from draftfeed_producer.delivery import Delivery
 from draftfeed_proto import messages as m
 
@@ -64,6 +65,24 @@ def test_trainer_that_can_get_nothing_more_is_asked_however_little_it_frees(
     member.take(1)
     asked = delivery.short_of_space(1 << 40, kept_bytes=kept_bytes, paused=True)
     assert names(asked) == ["CheckpointWanted"]
+
+
+def test_checkpoint_is_asked_for_when_much_was_trained_though_no_space_is_short(
+    delivery: Delivery, member: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then a crash loses all of it."""
+    monkeypatch.setattr(distribution, "MAX_UNCOMMITTED_SAMPLES", 2)
+    member.take(0, 1, 2)
+    member.say(m.AtWork, ids=[id_of(0), id_of(1)])
+    assert delivery.overdue_checkpoint() == []
+    member.say(m.AtWork, ids=[])
+    assert names(delivery.overdue_checkpoint()) == ["CheckpointWanted"]
+    assert delivery.overdue_checkpoint() == []
+    member.commit(1, 0, 1)
+    assert delivery.overdue_checkpoint() == []
+    member.say(m.AtWork, ids=[id_of(2)])
+    member.train(3)
+    assert names(delivery.overdue_checkpoint()) == ["CheckpointWanted"]
 
 
 def test_checkpoint_that_would_free_nothing_is_not_asked_for() -> None:
