@@ -16,6 +16,7 @@ from draftfeed_producer.errors import ArchiveError
 from draftfeed_producer.spool.control import Tombstone
 from draftfeed_producer.spool.reader import Reader
 from draftfeed_proto import messages as m
+from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.keys import KeyPair, is_ipv6
 from draftfeed_proto.limits import MAX_MESSAGE_BYTES
@@ -34,7 +35,7 @@ class Source(NamedTuple):
 
 def ask(address: str, timeout_seconds: float, keys: KeyPair | None = None) -> Source | None:
     """None when nobody answers in time. Raises ConfigError for what is no address, and ProtoError
-    for an answer that is none.
+    for an answer that is none, or a refusal.
 
     keys: the producer's own, if it has any.
     """
@@ -63,6 +64,8 @@ def _answer(socket: "zmq.Socket[bytes]", deadline: float) -> m.Account | None:
             message = m.decode_from_producer(socket.recv_multipart()[0])
             if isinstance(message, m.Account):
                 return message
+            if isinstance(message, m.Refused):
+                raise ProtoError(f"the producer refuses to say: {message.reason}")
     return None
 
 

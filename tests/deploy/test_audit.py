@@ -4,16 +4,18 @@ import argparse
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 from rich.console import Console
 
 from bare_member import BareMember
 from draftfeed_deploy import audit
-from draftfeed_deploy.accounts import Source
+from draftfeed_deploy.accounts import Source, ask
 from draftfeed_deploy.config import load
 from draftfeed_deploy.errors import ConfigError
 from draftfeed_deploy.reckoning import judge, prompt_list
@@ -23,6 +25,7 @@ from draftfeed_producer.engines import SyntheticConfig
 from draftfeed_producer.errors import SpoolError
 from draftfeed_producer.service import ProducerService
 from draftfeed_proto import messages as m
+from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import IdSet, SampleId
 from waiting import eventually
 
@@ -155,6 +158,21 @@ def test_without_producer_and_spool_there_is_one_clear_error(
 ) -> None:
     with pytest.raises(SpoolError, match="is not a spool"):
         run(capsys, "-c", configured(tmp_path), "--timeout", "0.1")
+
+
+def test_producer_that_refuses_to_say_is_quoted_and_does_not_pass_for_one_that_is_gone(
+    tmp_path: Path,
+) -> None:
+    address = f"ipc://{tmp_path}/producer.sock"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.bind(address)
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(ask, address, 20)
+            sender, _ = socket.recv_multipart()
+            refused = m.Refused(code="malformed", reason="too long to be told")
+            socket.send_multipart([sender, m.encode(refused)])
+            with pytest.raises(ProtoError, match="refuses to say: too long to be told"):
+                asking.result()
 
 
 def test_what_is_no_address_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
