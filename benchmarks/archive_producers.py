@@ -31,6 +31,7 @@ max_tokens = {max_tokens}
 tokens_per_second = {rate}
 [spool]
 dir = "spool"
+quota_bytes = 4_000_000_000
 segment_bytes = {segment_bytes}
 retain = "{retain}"
 audit = true

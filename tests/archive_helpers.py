@@ -36,7 +36,13 @@ def opened(*roots: Path, stopped: Callable[[], bool] = bool, **options: Any) -> 
 
 def spool_config(directory: Path, **options: Any) -> SpoolConfig:
     """Every sample has a segment of its own unless told otherwise."""
-    settings = {"retain": "archive", "segment_bytes": 1, "audit": True, "fsync": "never"}
+    settings = {
+        "retain": "archive",
+        "segment_bytes": 1,
+        "quota_bytes": 1 << 30,  # the tests' drive must have more
+        "audit": True,
+        "fsync": "never",
+    }
     return SpoolConfig(dir=directory, **{**settings, **options})
 
 

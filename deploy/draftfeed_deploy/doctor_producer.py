@@ -65,7 +65,7 @@ def producer(config: ProducerFile, tokens_per_second: float) -> Iterator[Finding
     else:
         yield from _spool(config, row_bytes, tokens_per_second)
     if config.spool.retain == "archive" and config.archive is not None:
-        yield from doctor_archive.written_to(config.archive)
+        yield from doctor_archive.written_to(config.archive, config.spool)
     yield from _ports(config.server, config.status)
     yield from _keys(config.server)
 

@@ -196,6 +196,17 @@ def test_disk_that_the_quota_outgrows_is_a_warning(ask: Callable[..., Doctor]) -
     assert doctor.said["spool disk"].level == "warn"
 
 
+def test_archive_on_the_spools_drive_gets_what_the_spool_cannot_grow_to(
+    ask: Callable[..., Doctor],
+) -> None:
+    """It asked for nothing, and a default quota leaves an archive nothing on a small drive."""
+    archive = ("spool.retain=archive", 'archive.roots=["a"]', "archive.min_free_bytes=0")
+    assert ask("producer", *archive).said["archive a"].level == "ok"
+    large = ask("producer", *archive, "spool.quota_bytes=1_000_000_000_000_000")
+    assert large.said["archive a"].level == "warn"
+    assert "quota_bytes" in large.said["archive a"].fix
+
+
 def test_disk_slower_than_the_plan_is_said_with_both_rates(ask: Callable[..., Doctor]) -> None:
     doctor = ask("producer", options=("--tokens-per-second", "1e12"))
     assert doctor.said["spool speed"].level == "FAIL"

@@ -404,6 +404,30 @@ def test_full_drive_stops_the_archive_and_not_the_stream_and_room_lets_it_go_on(
     assert f"archiving goes on, in {disk / 'a'}" in caplog.text
 
 
+def test_archive_on_the_spools_drive_leaves_it_what_it_may_grow_to(
+    small_disk: Callable[[str, str], Path],
+) -> None:
+    """Links free nothing: it took the drive, and of a spool that was small then little was left for
+    a trainer that fell behind later."""
+    disk = small_disk("disk", "8m")
+    with (
+        opened(disk / "a") as archive,
+        archiving(disk / "spool", archive, quota_bytes=2 * MIB, min_free_bytes=MIB) as spool,
+    ):
+        made = 0
+        while not spool.archive_statistics().missed:
+            spool.append(sample(made, rows=400))
+            made += 1
+            commit(spool, lines(range(made)))
+            eventually(lambda: not segments(disk / "spool"), "it is archived, or given up")
+        assert archive.statistics().bytes > 2 * MIB
+        assert "[spool] quota_bytes" in spool.archive_statistics().alarm
+        while spool.wait_for_space(0.0):
+            spool.append(sample(made, rows=400))
+            made += 1
+        assert "quota_bytes is" in spool.alarm
+
+
 def test_drive_that_fills_while_a_segment_is_copied_keeps_nothing_of_it(
     tmp_path: Path, small_disk: Callable[[str, str], Path]
 ) -> None:

@@ -48,7 +48,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
         run = Run(tmp_path, rate, epochs=epochs)
         runs.append(run)
         text = (tmp_path / "producer.toml").read_text()
-        text = text.replace('dir = "spool"', 'dir = "spool"\nretain = "archive"')
+        more = 'retain = "archive"\nquota_bytes = 1_000_000_000'
+        text = text.replace('dir = "spool"', f'dir = "spool"\n{more}')
         text = text.replace("epochs =", "shard_size = 10\nepochs =")
         (tmp_path / "producer.toml").write_text(text + archive)
         if pause_after:

@@ -34,9 +34,12 @@ class Archiver:
     """One thread. It never fails the stream: a segment that cannot be archived is gone, as without
     an archive, and the samples in it are counted and named."""
 
-    def __init__(self, archive: Archive, counts: Callable[[Record], bool]) -> None:
-        """counts: whether a sample is to be served again."""
-        self._archive, self._counts = archive, counts
+    def __init__(
+        self, archive: Archive, counts: Callable[[Record], bool], reserved: Callable[[], int]
+    ) -> None:
+        """counts: whether a sample is to be served again. reserved: bytes that must stay free on
+        the spool's drive."""
+        self._archive, self._counts, self._reserved = archive, counts, reserved
         self._jobs: deque[_Job] = deque()
         """Not begun."""
         self._changed = threading.Condition()
@@ -134,7 +137,8 @@ class Archiver:
         if self._is_there(job.segment):
             return
         used = self._archive.statistics().bytes
-        roots, reason = self._archive.roots.choose(job.segment.end, used)
+        spool = job.segment.path.parent
+        roots, reason = self._archive.roots.choose(job.segment.end, used, spool, self._reserved())
         stream_id = self._archive.descriptor.stream_id()
         for root in roots:
             try:

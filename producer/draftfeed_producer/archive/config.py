@@ -19,7 +19,8 @@ class ArchiveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     nothing more is archived: later epochs generate those samples again. A process counts what is
     there when it starts and what it adds, and not what others add meanwhile."""
     min_free_bytes: int = 1 << 30
-    """A root is full when its drive has less than this left."""
+    """A root is full when its drive has less than this left, or less than the spool on the same
+    drive may still grow by."""
     order: Order = "samples"
     """In which an epoch is served: `samples`, each anywhere; `segments`, one segment after the
     other in random order, and its samples in random order: fewer seeks, for drives that seek;

@@ -4,13 +4,14 @@ import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from draftfeed_producer.archive.config import ArchiveConfig
 from draftfeed_producer.archive.sealed import SEGMENT
 from draftfeed_producer.errors import ArchiveError
-from draftfeed_producer.spool.files import free_bytes, make_directory, sync_directory
+from draftfeed_producer.spool.files import free_bytes, make_directory, same_drive, sync_directory
 from draftfeed_producer.spool.ranges import format_ranges
 from draftfeed_proto import ranges
 from draftfeed_proto.descriptor import Descriptor
@@ -48,6 +49,14 @@ class _Format(msgspec.Struct, frozen=True):
     format: int
 
 
+class _Room(NamedTuple):
+    """Of one root."""
+
+    bytes: int
+    limit: str
+    """Why not more."""
+
+
 class Roots:
     """Where the next segment goes."""
 
@@ -58,22 +67,33 @@ class Roots:
             _claim(root, contents)
         _check_apart(config.roots)
 
-    def choose(self, size_bytes: int, used_bytes: int) -> tuple[list[Path], str]:
-        """(the roots that have room, that with most space left first; why there is none)
+    def choose(
+        self, size_bytes: int, used_bytes: int, spool: Path, reserved_bytes: int
+    ) -> tuple[list[Path], str]:
+        """(the roots that have room, that with most first; why there is none)
 
-        size_bytes: of the segment. used_bytes: of all that is archived.
+        size_bytes: of the segment. used_bytes: of all that is archived. reserved_bytes: must stay
+        free on the drive of the spool, whose directory is given.
         """
         quota = self._config.quota_bytes
         if quota and used_bytes + size_bytes > quota:
             return [], f"it holds {used_bytes} bytes, [archive] quota_bytes is {quota}"
-        free = {root: _free(root) for root in self._config.roots}
-        best, floor = max(free, key=lambda one: free[one]), self._config.min_free_bytes
-        if free[best] < 0:
+        rooms = {
+            root: self._room(root, free, spool, reserved_bytes)
+            for root in self._config.roots
+            if (free := _free(root)) >= 0
+        }
+        if not rooms:
             return [], "no root can be reached"
-        roots = [root for root in free if free[root] - size_bytes >= floor]
-        if not roots:
-            return [], f"{best} has {free[best]} bytes left, [archive] min_free_bytes is {floor}"
-        return sorted(roots, key=lambda one: -free[one]), ""
+        best_first = sorted(rooms, key=lambda root: -rooms[root].bytes)
+        roots = [root for root in best_first if rooms[root].bytes >= size_bytes]
+        return roots, "" if roots else rooms[best_first[0]].limit
+
+    def _room(self, root: Path, free_bytes: int, spool: Path, reserved_bytes: int) -> _Room:
+        floor, limit = self._config.min_free_bytes, "[archive] min_free_bytes is"
+        if reserved_bytes > floor and same_drive(root, spool):
+            floor, limit = reserved_bytes, "the spool beside it may need, by [spool] quota_bytes,"
+        return _Room(free_bytes - floor, f"{root} has {free_bytes} bytes left, {limit} {floor}")
 
 
 def describe_archive(descriptor: Descriptor, prompts: Shards, lines: IdSet) -> Contents:

@@ -42,7 +42,7 @@ class ArchivedSpool(Spool):
         """By number of the segment, by line in epoch 0. `_samples.changed` is held while it
         changes."""
         super().__init__(config, descriptor, shards)
-        self._archiver = Archiver(archive, self._serve_again)
+        self._archiver = Archiver(archive, self._serve_again, self._reserved)
         if config.retain == "archive":
             self._free()  # what the last process had released, and not sealed yet
 
@@ -239,6 +239,9 @@ class ArchivedSpool(Spool):
         with self._samples.changed:
             del self._leaving[segment.number]
         self._samples.discard([segment])
+
+    def _reserved(self) -> int:
+        return self._space.reserved(self._samples.used_bytes, self._samples.spare_bytes)
 
     def _serve_again(self, record: Record) -> bool:
         """Not what killed the trainer, nor what is void."""

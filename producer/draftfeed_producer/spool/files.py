@@ -41,6 +41,11 @@ def preallocate(fd: int, size_bytes: int) -> None:
         os.ftruncate(fd, os.fstat(fd).st_size)
 
 
+def same_drive(one: Path, other: Path) -> bool:
+    """Whether what is written to one leaves less for the other. Raises OSError."""
+    return one.stat().st_dev == other.stat().st_dev
+
+
 def free_bytes(directory: Path) -> int:
     """What an unprivileged process may still write to the file system of a directory."""
     status = os.statvfs(directory)

@@ -40,6 +40,10 @@ class Space:
         fits = used_bytes < self._quota_bytes and segments < self._segment_limit
         return fits and left >= 0 and left >= self._wanted_bytes
 
+    def reserved(self, used_bytes: int, spare_bytes: int) -> int:
+        """Bytes that others must leave free, so that it can grow to its quota."""
+        return self._floor_bytes + max(0, self._quota_bytes - used_bytes - spare_bytes)
+
     def alarm(self, used_bytes: int, spare_bytes: int, segments: int) -> str:
         """Why it may not; empty when it may."""
         if self._full:

@@ -19,6 +19,7 @@ def make_archive(plan: Plan, root: Path, directory: Path) -> None:
     config = SpoolConfig(
         dir=directory / "generated",
         retain="archive",
+        quota_bytes=1 << 30,
         audit=True,
         segment_bytes=SEGMENT_BYTES,
         codec=plan.codec,
