@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from draftfeed_producer.archive.sealed import seal
+from draftfeed_producer.archive.sealed import seal, verified
 
 BLOCK_BYTES = 4 << 20
 ALIGNMENT = 4096
@@ -103,7 +103,8 @@ def seal_all(segments: Iterable[Path], root: Path, stream_id: str, *, link: bool
     """As the archiver does: every record verified, durable, indexed."""
     root.mkdir()
     for segment in segments:
-        seal(segment, root, stream_id, lambda _: True, bool, link=link)
+        records = verified(segment, lambda _: True, bool)
+        seal(segment, root, stream_id, records, bool, link=link)
     shutil.rmtree(root)
 
 

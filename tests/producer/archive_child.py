@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from archive_helpers import opened, segments
-from draftfeed_producer.archive.sealed import digest_of, read_index, seal
+from draftfeed_producer.archive.sealed import digest_of, read_index, seal, verified
 from draftfeed_producer.spool import Spool, SpoolConfig
 from samples import DESCRIPTOR, sample
 from spool_child import die_before
@@ -42,7 +42,8 @@ def make_segments(directory: Path) -> list[Path]:
 
 def seal_all(made: list[Path], root: Path, *, link: bool) -> None:
     for path in made:
-        seal(path, root, DESCRIPTOR.stream_id(), lambda _: True, lambda: False, link=link)
+        records = verified(path, lambda _: True, bool)
+        seal(path, root, DESCRIPTOR.stream_id(), records, bool, link=link)
 
 
 def killed(made: list[Path], root: Path, step: int, *, link: bool) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftfeed_producer.archive import Archive, ArchiveConfig
-from draftfeed_producer.archive.sealed import seal
+from draftfeed_producer.archive.sealed import seal, verified
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_proto.ids import SampleId, Shards
 from samples import DATASET, DESCRIPTOR, sample
@@ -28,7 +28,8 @@ def archive(tmp_path: Path) -> Archive:
         spool.append(sample(ordinal, ROWS))
     (segment,) = (tmp_path / "spool").rglob("*.seg")
     root = tmp_path / "archive"
-    head = seal(segment, root, DESCRIPTOR.stream_id(), lambda _: True, bool, link=False)
+    records = verified(segment, lambda _: True, bool)
+    head = seal(segment, root, DESCRIPTOR.stream_id(), records, bool, link=False)
     spool.close()
     archive.add(root, head)
     return archive

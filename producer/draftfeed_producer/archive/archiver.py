@@ -1,5 +1,6 @@
 """Seals segments that the spool has done with, away from the threads that make and serve."""
 
+import errno
 import logging
 import threading
 import time
@@ -8,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from draftfeed_producer.archive.index import Archive
-from draftfeed_producer.archive.sealed import Interrupted, digest_of, seal
+from draftfeed_producer.archive.sealed import Interrupted, digest_of, seal, verified
 from draftfeed_producer.errors import SpoolError
 from draftfeed_producer.spool.segments import Record, Segment
 
@@ -18,6 +19,8 @@ PATIENCE_SECONDS = 10.0
 """A segment may wait for a root while its space is needed."""
 STUCK_SECONDS = 120.0
 """For one segment: a root that takes longer hangs, and nobody waits for it any more."""
+RETRY_SECONDS = 1.0
+NO_FILES = "this process can open no more files"
 CLOSE_SECONDS = 10.0
 """A root that does not answer is not waited for longer when the process is to end."""
 
@@ -133,32 +136,57 @@ class Archiver:
             logger.error("%s cannot be deleted: %s", job.segment.path, error.strerror)
 
     def _seal(self, job: _Job) -> None:
-        """Into the first of the roots that takes it; not once more what is there already."""
+        """Not once more what is there already. When this process can open no more files, which is
+        no fault of a root, it is tried again for a while."""
         if self._is_there(job.segment):
             return
-        used = self._archive.statistics().bytes
-        spool = job.segment.path.parent
-        roots, reason = self._archive.roots.choose(job.segment.end, used, spool, self._reserved())
-        stream_id = self._archive.descriptor.stream_id()
+        until = time.monotonic() + PATIENCE_SECONDS
+        while (reason := self._try(job)) == NO_FILES and time.monotonic() < until:
+            logger.warning("%s is not archived yet: %s", job.segment.path, reason)
+            if self._stopped.wait(RETRY_SECONDS):
+                raise Interrupted
+        if reason:
+            self._miss(job.segment, reason)
+
+    def _try(self, job: _Job) -> str:
+        """Into the first of the roots that takes it; returns why none did."""
+        path, used = job.segment.path, self._archive.statistics().bytes
+        end, reserved = job.segment.end, self._reserved()
+        roots, reason = self._archive.roots.choose(end, used, path.parent, reserved)
+        if not roots:
+            return reason
+        stream_id, stopped = self._archive.descriptor.stream_id(), self._stopped.is_set
+        try:
+            records = verified(path, self._counts, stopped)
+        except (OSError, SpoolError) as error:
+            return self._unread(job.segment, error)
         for root in roots:
             try:
-                head = seal(
-                    job.segment.path,
-                    root,
-                    stream_id,
-                    self._counts,
-                    self._stopped.is_set,
-                    link=job.link,
-                )
+                head = seal(path, root, stream_id, records, stopped, link=job.link)
                 self._archive.add(root, head)
             except (OSError, SpoolError) as error:
-                reason = f"{root}: {getattr(error, 'strerror', None) or error}"
+                reason = _reason(error, f"{root}: ")
                 continue
             if self._alarm:
                 logger.warning("archiving goes on, in %s", root)
             self._alarm = ""
-            return
-        self._miss(job.segment, reason)
+            return ""
+        return reason
+
+    def _unread(self, segment: Segment, error: OSError | SpoolError) -> str:
+        """The spool's drive does not give it: no root has to do with that, nor the next segment."""
+        reason = _reason(error)
+        if reason == NO_FILES:
+            return reason
+        self.missed += len(segment.ids)
+        logger.error(
+            "%s cannot be read (%s): %d samples are not archived, and generated again in later "
+            "epochs",
+            segment.path,
+            reason,
+            len(segment.ids),
+        )
+        return ""
 
     def _is_there(self, segment: Segment) -> bool:
         """This very segment; of its lines there may be damaged samples, and these replace them."""
@@ -181,3 +209,9 @@ class Archiver:
                 first,
             )
         self._alarm = f"the archive takes no more: {reason}"
+
+
+def _reason(error: OSError | SpoolError, where: str = "") -> str:
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return NO_FILES
+    return where + str(getattr(error, "strerror", None) or error)

@@ -69,24 +69,46 @@ class Interrupted(Exception):
     is in the archive."""
 
 
+def verified(
+    segment: Path, counts: Callable[[Record], bool], stopped: Callable[[], bool]
+) -> list[Record]:
+    """Of a segment of a spool, whose every byte is read: those that are whole and to be served
+    again.
+
+    counts: whether a record is to be; what is damaged is not, whatever it says.
+    stopped: asked for between samples.
+    Raises OSError, SpoolError for what a newer version wrote, and Interrupted.
+    """
+    fd = os.open(segment, os.O_RDONLY | os.O_CLOEXEC)
+    records = []
+    try:
+        for found in scan_records(fd, int(segment.stem), verify=True, sealed=True):
+            if stopped():
+                raise Interrupted
+            if isinstance(found, Record) and counts(found):
+                records.append(found)
+    finally:
+        os.close(fd)
+    return records
+
+
 def seal(
     segment: Path,
     root: Path,
     stream_id: str,
-    counts: Callable[[Record], bool],
+    records: list[Record],
     stopped: Callable[[], bool],
     *,
     link: bool,
 ) -> Head:
-    """Put a segment of a spool into an archive, verified to the last byte and durable.
+    """Put a segment of a spool into an archive, durably.
 
-    counts: whether a record is to be served again; what is damaged is not, whatever it says.
+    records: what `verified` found in it.
     link: the segment will never change and lies on the same file system, so no copy is needed;
         where it cannot be linked it is copied.
     stopped: asked for between blocks.
     Raises OSError, and Interrupted; what was begun is then no part of the archive.
     """
-    records = _records(segment, counts, stopped)
     part = _part(segment, root)
     part.unlink(missing_ok=True)  # of a process that was killed
     try:
@@ -210,22 +232,6 @@ def headers_in(path: Path) -> list[SampleHeader]:
 def digest_of(path: Path) -> str:
     """Raises OSError."""
     return _copy(path, None, bool, link=False)[0]
-
-
-def _records(
-    segment: Path, counts: Callable[[Record], bool], stopped: Callable[[], bool]
-) -> list[Record]:
-    fd = os.open(segment, os.O_RDONLY | os.O_CLOEXEC)
-    records = []
-    try:
-        for found in scan_records(fd, int(segment.stem), verify=True, sealed=True):
-            if stopped():
-                raise Interrupted
-            if isinstance(found, Record) and counts(found):
-                records.append(found)
-    finally:
-        os.close(fd)
-    return records
 
 
 def _copy(
