@@ -69,7 +69,8 @@ class Stopwatch:
 
 
 def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -> bool:
-    """Whether every prompt became terminal before a signal. Raises ProducerError, OutputError,
+    """Whether every prompt became terminal, and was archived if it is to be, before a signal.
+    Raises ProducerError, OutputError,
     StatusBindError."""
     keep_chunks_mapped()
     with ExitStack() as stack:
@@ -132,7 +133,10 @@ def _done(statistics: ProducerStatistics) -> bool:
         statistics.spool.committed,
         sum(statistics.spool.ended.values()),
     )
-    return True
+    if statistics.unsealed:
+        words = "stopped: %d segments are not archived yet, and the next start does that"
+        logger.error(words, statistics.unsealed)
+    return not statistics.unsealed
 
 
 def _write_tombstones(service: ProducerService, run_dir: Path | None) -> None:

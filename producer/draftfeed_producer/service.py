@@ -70,6 +70,8 @@ class ProducerStatistics(NamedTuple):
     replayed: int = 0
     """Samples that came out of the archive, or once more out of the spool, since it began."""
     archive: ArchiveStatistics | None = None
+    unsealed: int = 0
+    """Segments that are not archived though it is done: the next start does that."""
 
 
 class ProducerService:
@@ -92,6 +94,7 @@ class ProducerService:
         self._last: ProducerStatistics | None = None
         """When it has ended, and the spool is closed."""
         self._phase = "loading"
+        self._unsealed = 0
         self._samples = self._tokens = self._response_tokens = 0
         self._counters: tuple[LayerCounters, ...] = ()
 
@@ -176,6 +179,7 @@ class ProducerService:
             self._output_alarm,
             self._shelf.served if self._shelf else 0,
             spool.archive_statistics() if isinstance(spool, ArchivedSpool) else None,
+            self._unsealed,
         )
 
     @property
@@ -274,7 +278,7 @@ class ProducerService:
             self._phase = "done"
             self._await_farewell(server)
             if isinstance(spool, ArchivedSpool):
-                spool.archive_rest()
+                self._unsealed = spool.archive_rest()
 
     def _over(self, server: Server) -> bool:
         return server.all_terminal.is_set() or self._stopped.is_set()

@@ -194,5 +194,5 @@ def test_what_a_root_that_hangs_is_sealing_is_made_again_and_told(
         monkeypatch.setattr(archiver, "STUCK_SECONDS", 0.0)
         assert "does not answer" in spool.archive_statistics().alarm
         assert spool.shelve(own.in_epoch(1)) is None
-        spool.archive_rest()  # returns
+        assert spool.archive_rest() == 2  # returns
         gate.set()

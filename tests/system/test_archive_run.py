@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bare_member import BareMember
+from draftfeed_producer.archive.reader import ArchiveReader
 from draftfeed_producer.engines.synthetic import SyntheticConfig
+from draftfeed_proto import messages as m
 from draftfeed_proto.ids import SampleId
 from processes import SAMPLES, Run
 
@@ -143,6 +146,26 @@ def test_trainer_of_the_first_epoch_goes_on_with_a_replay(start: Callable[..., R
     replay(run, epochs=1, keep=("out",))
     both(run)
     assert run.trained() == every(2)
+
+
+def test_producer_that_is_stopped_before_the_last_segments_are_sealed_is_not_done(
+    start: Callable[..., Run],
+) -> None:
+    """It said that it was, nobody started it again, and a replay had no samples for those lines."""
+    run = start(epochs=1, archive=ARCHIVE.format(roots='"archive"'))
+    producer = run.start("producer")
+    member = BareMember(run.address)
+    member.open()
+    member.commit(member.receive(SAMPLES))
+    member.until(m.AllTerminal)
+    member.until(m.Ping)  # the producer waits for it to leave
+    producer.send_signal(signal.SIGTERM)
+    code, output = run.ended(producer)
+    member.close()
+    assert code == 130, output
+    assert "segments are not archived yet" in output
+    run.succeeds(run.start("producer"))
+    assert len(ArchiveReader((run.directory / "archive",)).lines) == SAMPLES
 
 
 @pytest.mark.parametrize("quota_bytes", [0, 300_000])

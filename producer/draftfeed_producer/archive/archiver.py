@@ -51,7 +51,7 @@ class Archiver:
         self._stopped = threading.Event()
         self._alarm = ""
         self._began_at: float | None = None
-        """Of the job that is being done, in monotonic seconds."""
+        """Of the job that is being done, or was left undone, in monotonic seconds."""
         self.missed = 0
         self._thread = threading.Thread(target=self._run, name="archiver", daemon=True)
         self._thread.start()
@@ -89,15 +89,16 @@ class Archiver:
         self._done(job)
         return True
 
-    def finish(self) -> None:
-        """Returns when everything taken so far is sealed, or when that is stuck, or soon after
-        `interrupt`."""
+    def finish(self) -> int:
+        """Returns when everything taken so far is sealed or given up, or when that is stuck, or
+        soon after `interrupt`: how many segments are not."""
         with self._changed:
             self._finishing = True
             self._changed.notify()
         while self._thread.is_alive() and not (self._stopped.wait(0.05) or self.stuck):
             self._thread.join(0.5)
         self._thread.join(0.0 if self.stuck else CLOSE_SECONDS)
+        return len(self._jobs) + (self._began_at is not None)
 
     def interrupt(self) -> None:
         """`finish` returns soon: what is not sealed by now stays in the spool."""
@@ -119,9 +120,9 @@ class Archiver:
             except Exception as error:  # a fault of ours: without us the spool would only grow
                 logger.exception("%s is not archived", job.segment.path)
                 self._miss(job.segment, f"an error of its own: {error!r}")
+            self._began_at = None
             if self._stopped.is_set():
                 return  # the spool may be another process' by now
-            self._began_at = None
             self._done(job)
 
     def _next(self) -> _Job | None:

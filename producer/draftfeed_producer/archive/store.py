@@ -182,14 +182,16 @@ class ArchivedSpool(Spool):
         super().tombstone(id, state, reason)
         self._shelved.pop(id, None)
 
-    def archive_rest(self) -> None:
+    def archive_rest(self) -> int:
         """When all is over: what the last checkpoints still kept here is archived too, and stays.
-        Returns when that is on the disk, or after `interrupt`."""
-        if self._config.retain == "archive":
-            for segment in self._samples.all_segments():
-                link = self._samples.closed(segment)
-                self._archiver.take(segment, link=link, done=lambda: None)
-            self._archiver.finish()
+        Returns how many segments are left to the next start: after `interrupt`, or of a root that
+        hangs."""
+        if self._config.retain != "archive":
+            return 0
+        for segment in self._samples.all_segments():
+            link = self._samples.closed(segment)
+            self._archiver.take(segment, link=link, done=lambda: None)
+        return self._archiver.finish()
 
     def wait_for_space(self, timeout_seconds: float) -> bool:
         """Segments that wait for a root that is too slow are given up before generation stops."""
