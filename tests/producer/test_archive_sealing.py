@@ -25,6 +25,7 @@ from archive_helpers import (
     the_other_copy_serves,
 )
 from draftfeed_producer.archive import Archive, ArchiveConfig, ArchivedSpool, archiver
+from draftfeed_producer.archive.reader import ArchiveReader
 from draftfeed_producer.archive.sealed import digest_of
 from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.errors import ArchiveError
@@ -259,6 +260,19 @@ def test_damaged_index_costs_nothing_while_its_segment_is_whole(
             assert read(archive, sample(ordinal).id) == sample(ordinal).digest()
         assert len(list(archive.records())) == 4
     assert "1 samples are found in the segment, 0 are lost" in caplog.text
+
+
+def test_pair_that_is_sealed_while_a_root_is_listed_is_whole(
+    four: tuple[Path, Path, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A large root is read in parts: of a new pair the segment alone may be seen."""
+    root, victim, _ = four
+    seen = [name for name in os.listdir(root) if name != victim.stem + ".idx"]
+    monkeypatch.setattr(os, "listdir", lambda _: seen)
+    with opened(root) as archive:
+        assert archive.statistics().segments == 4
+    assert ArchiveReader((root,)).faults == []
+    assert caplog.text == ""
 
 
 def test_damaged_sample_is_served_from_its_other_copy(tmp_path: Path) -> None:

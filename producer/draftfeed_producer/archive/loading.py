@@ -88,10 +88,14 @@ def _listed(roots: tuple[Path, ...]) -> tuple[list[Path], list[tuple[Path, str]]
         names = names_in(root)
         known = set(names)
         for path in (root / name for name in names):
+            index = path.with_suffix(INDEX)
             if path.suffix == INDEX:
                 indexes.append(path)
-            elif path.suffix == SEGMENT and path.stem + INDEX not in known:
-                alone.append((path, f"its index, {path.stem}{INDEX}, is missing"))
+            elif path.suffix == SEGMENT and index.name not in known:
+                if index.exists():  # it was sealed while the names were read, which is no snapshot
+                    indexes.append(index)
+                else:
+                    alone.append((path, f"its index, {index.name}, is missing"))
     return indexes, alone
 
 
