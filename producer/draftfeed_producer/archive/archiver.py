@@ -179,13 +179,14 @@ class Archiver:
         reason = _reason(error)
         if reason == NO_FILES:
             return reason
-        self.missed += len(segment.ids)
+        lines = _lines(segment)
+        self.missed += lines
         logger.error(
             "%s cannot be read (%s): %d samples are not archived, and generated again in later "
             "epochs",
             segment.path,
             reason,
-            len(segment.ids),
+            lines,
         )
         return ""
 
@@ -200,7 +201,7 @@ class Archiver:
 
     def _miss(self, segment: Segment, reason: str) -> None:
         """Said once, when it begins, with the sample from which on epochs are generated again."""
-        self.missed += len({id.in_epoch(0) for id in segment.ids})  # epochs share samples
+        self.missed += _lines(segment)
         if not self._alarm:
             first = min(segment.ids, default=None)
             logger.error(
@@ -210,6 +211,11 @@ class Archiver:
                 first,
             )
         self._alarm = f"the archive takes no more: {reason}"
+
+
+def _lines(segment: Segment) -> int:
+    """Of the prompt file; epochs share samples."""
+    return len({id.in_epoch(0) for id in segment.ids})
 
 
 def _reason(error: OSError | SpoolError, where: str = "") -> str:
