@@ -40,7 +40,7 @@ def train(stream: HiddenStateStream, run: TrainerRun) -> None:
         checkpoints.save(parts)
 
     def save_if_wanted() -> None:
-        if stream.checkpoint_wanted:  # the producer's disk is full: it waits for this
+        if stream.checkpoint_wanted:  # the producer asks: its disk is full, or it is long ago
             save()
 
     collate = Collator(stream.release, mode="pack", dtype=torch.float32)

@@ -230,7 +230,9 @@ def archived(tmp_path: Path, start: Any, attach: Any) -> Path:
     """The directory of 12 samples that were made, trained and archived in the first epoch."""
     path = configured(tmp_path)
     path.write_text(
-        path.read_text().replace("[spool]", '[spool]\nretain = "archive"')
+        path.read_text().replace(
+            "[spool]", '[spool]\nretain = "archive"\nquota_bytes = 100_000_000'
+        )
         + ARCHIVE.format(directory=tmp_path)
     )
     producer = start(path)

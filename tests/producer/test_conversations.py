@@ -192,7 +192,9 @@ def archive_and_forget(run: Run) -> None:
     both = IdSet.union([first, first.in_epoch(1)])
     shards, descriptor = replace(reader.shards, epochs=2), reader.owner.descriptor
     roots = ArchiveConfig(roots=(run.directory / "archive",), min_free_bytes=0)
-    config = SpoolConfig(dir=run.spool, retain="archive", segment_bytes=1, min_free_bytes=0)
+    config = SpoolConfig(
+        dir=run.spool, retain="archive", segment_bytes=1, min_free_bytes=0, quota_bytes=1 << 30
+    )
     with (
         closing(Archive(roots, descriptor, shards)) as archive,
         closing(ArchivedSpool(config, descriptor, shards, archive)) as spool,
