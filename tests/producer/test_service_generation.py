@@ -232,7 +232,8 @@ def test_a_full_spool_pauses_generation_and_says_so_once(
     assert paused
     assert "quota_bytes is 40000" in paused[0]
     assert "of 40000 bytes" in resumed[0]
-    assert len(paused) == len(resumed), said
+    # The last sample may fill it, and nothing is to go on then.
+    assert len(paused) - len(resumed) in (0, 1), said
     assert producer.service.statistics().spool_full_seconds > 0
     assert sorted(producer.generated) == ALL
     assert producer.spool.alarm == ""
