@@ -70,8 +70,7 @@ class Stopwatch:
 
 def run_producer(config: ProducerFile, run_dir: Path | None, console: Console) -> bool:
     """Whether every prompt became terminal, and was archived if it is to be, before a signal.
-    Raises ProducerError, OutputError,
-    StatusBindError."""
+    Raises ProducerError, OutputError, StatusBindError."""
     keep_chunks_mapped()
     with ExitStack() as stack:
         status = stack.enter_context(Status(config.status))

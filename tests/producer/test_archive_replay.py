@@ -63,13 +63,19 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def first(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Replay:
+    """It has one sample off the shelf, and takes the next when that is gone."""
+    monkeypatch.setattr(server, "RESTOCK_SAMPLES", 1)
+    replay = Replay(directory, "first")
+    eventually(lambda: replay.service.statistics().replayed == 1, "a sample off the shelf")
+    return replay
+
+
 def test_drive_that_goes_ends_the_replay_and_none_of_its_samples(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, first: Replay
 ) -> None:
     """They ended as quarantined, for good, and the drive was mounted again a minute later."""
-    monkeypatch.setattr(server, "RESTOCK_SAMPLES", 1)
-    first = Replay(directory, "first")
-    eventually(lambda: first.service.statistics().replayed == 1, "a sample off the shelf")
     (directory / "a").rename(directory / "away")
     member = BareMember(first.address)
     member.open()
@@ -80,12 +86,9 @@ def test_drive_that_goes_ends_the_replay_and_none_of_its_samples(
 
 
 def test_error_of_a_drive_that_is_there_ends_the_replay_and_none_of_its_samples(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, first: Replay
 ) -> None:
     """A file server that was away for a minute cost every sample, in all epochs to come."""
-    monkeypatch.setattr(server, "RESTOCK_SAMPLES", 1)
-    first = Replay(directory, "first")
-    eventually(lambda: first.service.statistics().replayed == 1, "a sample off the shelf")
     indexes = [path.with_suffix(".idx") for path in segments(directory / "a")]
     with replaced(indexes, lambda path: path.symlink_to(path)):
         member = BareMember(first.address)
@@ -95,12 +98,7 @@ def test_error_of_a_drive_that_is_there_ends_the_replay_and_none_of_its_samples(
     trains_all(Replay(directory, "second"), term=2)
 
 
-def test_error_while_a_sample_is_sent_is_no_damage(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(server, "RESTOCK_SAMPLES", 1)
-    first = Replay(directory, "first")
-    eventually(lambda: first.service.statistics().replayed == 1, "a sample off the shelf")
+def test_error_while_a_sample_is_sent_is_no_damage(directory: Path, first: Replay) -> None:
     with replaced(segments(directory / "a"), Path.mkdir):
         member = BareMember(first.address)
         member.open()

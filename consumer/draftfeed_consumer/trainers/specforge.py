@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VERSION = "0.2.0"
-INSTALL = f"pip install '.[specforge]' && pip install --no-deps specforge=={VERSION}"
+INSTALL = (
+    f"in the checkout run: pip install '.[specforge]' && pip install --no-deps specforge=={VERSION}"
+)
 SCHEDULE_STEPS = 1 << 20
 """SpecForge gives warm-up as a fraction of a length that a live stream does not have."""
 
@@ -61,17 +63,13 @@ def check(run: TrainerRun) -> None:
         )
     for package in ("torch", "transformers", "accelerate", "pydantic", "yaml", "psutil"):
         if importlib.util.find_spec(package) is None:
-            raise TrainerError(
-                f"kind = 'specforge' needs {package}; in the checkout run: {INSTALL}"
-            )
+            raise TrainerError(f"kind = 'specforge' needs {package}; {INSTALL}")
     try:
         found = importlib.metadata.version("specforge")
     except importlib.metadata.PackageNotFoundError:
-        raise TrainerError(f"SpecForge is not installed; in the checkout run: {INSTALL}") from None
+        raise TrainerError(f"SpecForge is not installed; {INSTALL}") from None
     if found != VERSION:
-        raise TrainerError(
-            f"works with SpecForge {VERSION}, found {found}; in the checkout run: {INSTALL}"
-        )
+        raise TrainerError(f"works with SpecForge {VERSION}, found {found}; {INSTALL}")
     if options.algorithm == "eagle3" and importlib.util.find_spec("triton") is None:
         raise TrainerError(
             'algorithm = "eagle3" needs Triton, in which its loss is written, and which runs on '

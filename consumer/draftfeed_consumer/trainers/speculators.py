@@ -20,7 +20,8 @@ from draftfeed_consumer.errors import ConsumerError, ExportError
 VERSION = "0.9.0"
 BACKEND = "draftfeed_consumer.trainers.speculators_backend"
 INSTALL = (
-    f"pip install '.[speculators]' && pip install --no-deps speculators=={VERSION} "
+    "in the checkout run: pip install '.[speculators]' && "
+    f"pip install --no-deps speculators=={VERSION} "
     f"hs-connectors=={VERSION}"
 )
 
@@ -41,13 +42,9 @@ def check_installed() -> None:
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise ExportError(
-                f"{package} is not installed; in the checkout run: {INSTALL}"
-            ) from None
+            raise ExportError(f"{package} is not installed; {INSTALL}") from None
         if found != VERSION:
-            raise ExportError(
-                f"works with {package} {VERSION}, found {found}; in the checkout run: {INSTALL}"
-            )
+            raise ExportError(f"works with {package} {VERSION}, found {found}; {INSTALL}")
 
 
 def train(argv: list[str]) -> None:

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from draftfeed_producer.archive.opened import Opened, OpenSegments
 from draftfeed_producer.archive.roots import Roots, describe_archive
 from draftfeed_producer.archive.sealed import INDEX, SEGMENT, Head, read_index, read_line
 from draftfeed_producer.errors import ArchiveDamaged, ArchiveError, ArchiveGone
-from draftfeed_producer.spool.segments import Place, Record, frame_fault
+from draftfeed_producer.spool.segments import Place, Record, is_whole
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -166,8 +167,7 @@ class Archive:
         record = self._record(id)
         if record is None:
             return False
-        chunks = range(record.header.chunks)
-        return not any(frame_fault(self.read_chunk(id, index)) for index in chunks)
+        return is_whole(record.header.chunks, partial(self.read_chunk, id))
 
     def spoil(self, id: SampleId) -> None:
         """What is there of the line is damaged: it is not served again by this process. Another

@@ -10,7 +10,7 @@ from draftfeed_producer.archive.archiver import Archiver
 from draftfeed_producer.archive.index import Archive, ArchiveStatistics
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.spool.control import Regenerated
-from draftfeed_producer.spool.segments import Place, Record, Segment, frame_fault
+from draftfeed_producer.spool.segments import Place, Record, Segment, is_whole
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -152,9 +152,8 @@ class ArchivedSpool(Spool):
             return super().whole(id)
         with self._samples.changed:
             if (left := self._brought_back(id)) is not None:
-                chunks = range(left.record.header.chunks)
-                frames = (left.segment.read_chunk(left.record, index) for index in chunks)
-                return not any(map(frame_fault, frames))
+                read = partial(left.segment.read_chunk, left.record)
+                return is_whole(left.record.header.chunks, read)
         return self._stays(id) and self.archive.whole(id)
 
     def void(self, id: SampleId, reason: str) -> None:

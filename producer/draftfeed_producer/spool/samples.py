@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from draftfeed_producer.spool.segments import (
     Place,
     Record,
     Segment,
-    frame_fault,
+    is_whole,
 )
 from draftfeed_producer.spool.spares import Spares
 from draftfeed_proto.chunk import Apart
@@ -136,8 +137,7 @@ class Samples:
         if id not in self._records:
             return False
         record = self._records[id]
-        chunks = range(record.header.chunks)
-        return not any(frame_fault(self._stored_chunk(record, index)) for index in chunks)
+        return is_whole(record.header.chunks, partial(self._stored_chunk, record))
 
     def force(self, segment: int) -> None:
         """Have a segment on the disk now, whatever the policy: its places are about to be named."""

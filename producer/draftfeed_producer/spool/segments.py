@@ -286,6 +286,11 @@ def _record(
     return Record(header, number, frames)
 
 
+def is_whole(chunks: int, read: Callable[[int], bytes | memoryview]) -> bool:
+    """Whether every chunk of a sample is what was written. read: gives one by its index."""
+    return not any(frame_fault(read(index)) for index in range(chunks))
+
+
 def frame_fault(frame: bytes | memoryview) -> str:
     """What is wrong with a chunk frame; empty when nothing is."""
     try:
