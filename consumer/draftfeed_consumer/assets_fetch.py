@@ -67,6 +67,7 @@ def fetch_target(
     patience_seconds: float | None = None,
 ) -> Fetched:
     """The target's files in the cache, complete and verified; what is there does not travel again.
+    They come from the first of the addresses that has them, and from the next where it fails.
 
     without: producers that are not asked. patience_seconds: for a producer to be there; None: for
     as long as it takes, as a stream is waited for. Once one has answered, it is

@@ -93,7 +93,8 @@ class Listing:
     def wait(
         self, patience_seconds: float | None, lost_after_seconds: float
     ) -> dict[Address, m.Assets]:
-        """Until one with files has answered, and each of the others has, or cannot be reached."""
+        """Until one with files has answered, and each of the others has, or cannot be reached; in
+        the order in which they were named."""
         began = time.monotonic()
         while not self._enough:
             if self._stopped():
@@ -104,7 +105,7 @@ class Listing:
             since = now - (self._heard_at or began)
             if limit is not None and since > limit:
                 self._give_up(since)
-        return self._answers
+        return {one: self._answers[one] for one in self._lines if one in self._answers}
 
     @property
     def _enough(self) -> bool:

@@ -152,6 +152,18 @@ def test_another_producer_goes_on_where_one_was_cut_off(
         assert other.server.statistics().asset_bytes == total - 2 * PIECE - len_of_config(fetched)
 
 
+def test_producer_that_is_named_first_is_asked_first_even_if_it_answers_last(cache: Path) -> None:
+    """Where gigabytes come from is for the operator to say."""
+    answers = [[m.encode(m.Refused(code="preparing", reason="the files are still being read"))]]
+    files = lists(listed(SMALL))
+    with (
+        lying(lambda: answers.pop() if answers else files(), serves(SMALL)) as first,
+        lying(files, serves(SMALL)) as second,
+    ):
+        fetch(cache, first.address, second.address)
+    assert (first.asked, second.asked) == (len(SMALL), 0)
+
+
 def len_of_config(fetched: Fetched) -> int:
     return next(file.bytes for file in fetched.directory.files if file.name == "config.json")
 
