@@ -15,7 +15,9 @@ from draftfeed_proto.limits import MAX_MESSAGE_BYTES
 
 HIGH_WATER_MESSAGES = 8
 """Only a backstop: it counts messages, not bytes. Credits bound the bytes."""
-HIGH_WATER_REQUESTS = 64
+HIGH_WATER_REQUESTS = 10_000
+"""More than a member says while we are frozen, or it might end us: see `Listener`. That is a few
+messages for each sample it has."""
 UNREAD_MS = 60_000
 """Who reads nothing for so long is cut off: what lies here for him is memory."""
 LINGER_MS = 2_000
@@ -78,8 +80,9 @@ class Listener:
             (zmq.RCVHWM, HIGH_WATER_REQUESTS),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
             # No heartbeats of ours: libzmq 4.3.5 aborts the process when one is due on a link that
-            # was cut while more than RCVHWM messages of it were unread. Members send theirs, and
-            # say when silence means that they are gone; for others there is TCP's.
+            # was cut while more than RCVHWM messages of it were unread. It does so, too, when one
+            # of theirs lies behind those. Members send them all the same: they are how we learn
+            # that one is frozen. For others there is TCP's.
             (zmq.TCP_KEEPALIVE, 1),
             (zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_SECONDS),
             (zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_SECONDS),
