@@ -51,6 +51,7 @@ def _campaign(
         report(results, seed, directory)
         if results[-1].broken:
             say("\n".join([f"BROKEN, seed {seed}; kept in {episode}", *results[-1].broken]))
+            say((episode / "last-words.txt").read_text())
             say((episode / "events.jsonl").read_text())
             return 1
         say(f"held: {results[-1].trained} samples trained once")
