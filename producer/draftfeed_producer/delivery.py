@@ -139,8 +139,13 @@ class Delivery:
 
     def quarantine(self, id: SampleId, reason: str) -> list[Action]:
         """The engine cannot make it. A member may hold one that was lost here, and train it."""
-        made = id in self.stock or id in self.fencing.leased or not self._unfinished(id)
-        return [] if made else self._end(id, "quarantined", reason)
+        if id in self.stock or not self._unfinished(id):
+            return []
+        if id in self.fencing.leased:
+            self._out.held_alone[id] = reason
+            self._out.regenerating.discard(id)
+            return self._out.endings()
+        return self._end(id, "quarantined", reason)
 
     def settled(self, ids: IdSet) -> list[Action]:
         """These were in a spool that is gone, no checkpoint has them: they are made again."""
@@ -197,10 +202,10 @@ class Delivery:
                 return []  # of the target, not of its samples: the server answers
         owned = self.fencing.owned(sender, message)
         if owned is None and (gone := self.fencing.late_bye(sender, message)):
-            return self._left(*gone)
+            return [*self._left(*gone), *self._end_given_back()]
         if owned is None:
             return answers.stale(sender, message, self.fencing.number)
-        return self._in_session(*owned, message, now)
+        return [*self._in_session(*owned, message, now), *self._end_given_back()]
 
     def disconnected(self, sender: bytes, now: float) -> list[Action]:
         """The member may attach again and claim what it still has."""
@@ -251,7 +256,8 @@ class Delivery:
         stored = StoreTerm(
             term.term, term.group, term.incarnation, term.members, fence.takeover and bool(over)
         )
-        return [stored, *self._suspect(suspects), *(Send(sender, refused) for sender in over)]
+        ended = [*self._suspect(suspects), *self._end_given_back()]
+        return [stored, *ended, *(Send(sender, refused) for sender in over)]
 
     def _suspect(self, counts: dict[SampleId, int]) -> list[Action]:
         """A sample that is at work whenever a trainer dies is probably what kills it."""
@@ -432,14 +438,24 @@ class Delivery:
         return self._end(id, state, reason) if there else []
 
     def _end(self, id: SampleId, state: str, reason: str) -> list[Action]:
-        """What is quarantined ends in every epoch in which it is here and nobody has it."""
+        """What is quarantined ends in every epoch in which it is here and nobody has it. A member
+        that has an offer reserves room for it, and waits for what it asks for."""
         ended = [id]
         if state == "quarantined":
-            leased = self.fencing.leased
-            ended += [one for one in self._twins(id) if one in self.stock and one not in leased]
+            taken = self.fencing.leased.union(*(one.offered for one in self.fencing.live))
+            ended += [one for one in self._twins(id) if one in self.stock and one not in taken]
         self.tombstones.update(dict.fromkeys(ended, state))
         self._out.forget(set(ended))
         return [*(StoreTombstone(one, state, reason) for one in ended), *self._out.offers()]
+
+    def _end_given_back(self) -> list[Action]:
+        """What only a member had, and has no more."""
+        alone = self._out.held_alone
+        given_back = {id: alone.pop(id) for id in [*alone] if id not in self.fencing.leased}
+        ended: list[Action] = []
+        for id, reason in given_back.items():
+            ended += self.quarantine(id, reason)
+        return ended
 
     def _twins(self, id: SampleId) -> list[SampleId]:
         """The same line in the other epochs."""

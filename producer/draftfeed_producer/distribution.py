@@ -28,12 +28,15 @@ class Distribution:
     def __init__(self, stock: Stock, fencing: Fencing) -> None:
         self.stock, self.fencing = stock, fencing
         self.regenerating: set[SampleId] = set()
+        self.held_alone: dict[SampleId, str] = {}
+        """By a member, and were lost here; why they cannot be made again."""
         self.generation_done = False
 
     @property
     def all_terminal(self) -> bool:
         """Generation is over and every sample is committed or otherwise terminal."""
-        return self.generation_done and not len(self.stock) and not self.regenerating
+        waiting = len(self.stock) or self.regenerating or self.held_alone
+        return self.generation_done and not waiting
 
     @property
     def idle(self) -> bool:
@@ -214,5 +217,7 @@ class Distribution:
         """These are terminal, or to be made again."""
         self.stock.remove(ids)
         self.regenerating -= ids
+        for id in ids:
+            self.held_alone.pop(id, None)
         for member in self.fencing.members.values():
             member.drop(ids)

@@ -194,6 +194,31 @@ def test_what_kills_the_trainer_does_not_come_again_in_the_epoch_that_has_begun(
     assert later.id not in delivery.stock
 
 
+def test_what_is_damaged_in_one_epoch_is_not_taken_from_a_trainer_that_was_offered_the_next() -> (
+    None
+):
+    """It keeps room for it, asks for it when its turn comes, and would wait for ever. It refuses it
+    when it comes, and then it ends."""
+    delivery = producer(1, shards=replace(SHARDS, epochs=2))
+    again = replace(header(0), id=id_of(0).in_epoch(1))
+    member = Member(delivery)
+    member.attach()
+    delivery.prompts.update([again.id])
+    member.take(0)
+    delivery.stored(again)
+    delivery.finish()
+    member.say(m.Nack, id=id_of(0), reason="x")
+    delivery.verified(id_of(0), False)
+    delivery.quarantine(id_of(0), "cannot be made again")
+    assert delivery.tombstones == {id_of(0): "quarantined"}
+    member.say(m.Grant, ids=[again.id])
+    assert member.receive() == [0]
+    member.say(m.Nack, id=again.id, reason="x")
+    delivery.verified(again.id, False)
+    actions = delivery.quarantine(again.id, "it was quarantined in another epoch")
+    assert names(actions) == ["StoreTombstone", "EndOfSamples", "AllTerminal"]
+
+
 def test_a_restart_while_nobody_was_there_neither_clears_nor_adds_suspicion() -> None:
     before = producer(4)
     Member(before).ask()

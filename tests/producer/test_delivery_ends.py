@@ -164,6 +164,41 @@ def test_what_a_member_rejects_while_it_is_made_again_is_not_waited_for() -> Non
     assert "AllTerminal" in names(member.say(m.Reject, id=id_of(0), reason="policy"))
 
 
+def test_what_only_a_member_has_ends_when_it_gives_it_back_and_nobody_can_make_it() -> None:
+    """A spool was lost, the trainer still had samples of it, and the engine dies with those prompts
+    now: they would be neither trained nor ended, and the run over without them."""
+    delivery = producer(0, prompts=2)
+    member = Member(delivery)
+    member.attach(held=[id_of(0), id_of(1)])
+    assert delivery.quarantine(id_of(0), "dies") == []
+    assert delivery.quarantine(id_of(1), "dies") == []
+    delivery.finish()
+    assert not delivery.all_terminal
+    assert "AllTerminal" not in names(member.commit(1, 0))
+    actions = member.say(m.Release, ids=[id_of(1)])
+    assert names(actions) == ["StoreTombstone", "AllTerminal"]
+
+
+def test_what_only_a_dead_trainer_had_ends_with_its_term() -> None:
+    delivery = producer(0, prompts=1)
+    Member(delivery).attach(held=[id_of(0)])
+    delivery.quarantine(id_of(0), "dies")
+    delivery.finish()
+    second = Member(delivery, b"second", incarnation="second", term=2, takeover=True)
+    assert names(second.ask())[:2] == ["StoreTerm", "StoreTombstone"]
+    assert delivery.all_terminal
+
+
+def test_trainer_is_not_kept_waiting_for_what_it_has_and_nobody_can_make_again() -> None:
+    delivery = producer(0, prompts=1)
+    member = Member(delivery)
+    member.attach(held=[id_of(0)])
+    delivery.remake(id_of(0))
+    delivery.finish()
+    assert names(delivery.quarantine(id_of(0), "dies")) == ["EndOfSamples"]
+    assert "AllTerminal" in names(member.commit(1, 0))
+
+
 def test_samples_that_are_there_cannot_be_given_up() -> None:
     """Stored, held by a member, in a checkpoint, or none of our prompts."""
     delivery = producer(3)
