@@ -7,6 +7,7 @@ durable before the next action is carried out. Times are monotonic seconds.
 import logging
 from collections.abc import Callable
 from typing import Any
+from zlib import crc32
 
 from draftfeed_producer import answers
 from draftfeed_producer.authority import Authority
@@ -69,7 +70,7 @@ class Delivery:
         self.authority = Authority(stored.committed, key, stored.header_of, self.tombstones)
         self.fencing = Fencing(stored.term, session_timeout_seconds, now)
         self.stock = Stock()
-        self._out = Distribution(self.stock, self.fencing)
+        self._out = Distribution(self.stock, self.fencing, crc32(repr(shards.ranges).encode()))
         self.regenerated = stored.regenerated.copy()
         self.replayable = stored.replayable
         self.skipped = IdSet()

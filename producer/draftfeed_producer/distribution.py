@@ -25,8 +25,11 @@ asked, and all that they may be sent is under way; who does not read looks the s
 class Distribution:
     """What is in stock, to the members of the term."""
 
-    def __init__(self, stock: Stock, fencing: Fencing) -> None:
+    def __init__(self, stock: Stock, fencing: Fencing, turn: int = 0) -> None:
+        """turn: which member is the first among equals, at each of many producers another one: the
+        first sample of every one of them would go to the same rank."""
         self.stock, self.fencing = stock, fencing
+        self._turn = turn
         self.regenerating: set[SampleId] = set()
         self.held_alone: dict[SampleId, str] = {}
         """By a member, and were lost here; why they cannot be made again."""
@@ -108,6 +111,8 @@ class Distribution:
         that has nothing takes part for nothing."""
         members = self.fencing.term.members if self.fencing.term else 1
         share = max(LEAST_OFFERED_SAMPLES, OFFERED_SAMPLES // members)
+        first = self._turn % max(len(live), 1)
+        live = [*live[first:], *live[:first]]
         dealt: dict[Session, list[tuple[SampleId, int]]] = {}
         while hungry := [session for session in live if len(session.offered) < share]:
             header = self.stock.take()
