@@ -70,6 +70,8 @@ class Reception:
         self._assembler: Assembler | None = None
         self._received_bytes = 0
         self._credit_bytes = 0
+        self._refused = 0
+        """How many Nacks were said."""
         self._end_seen = False
 
     @property
@@ -96,7 +98,8 @@ class Reception:
             case m.Chunk() | m.ChunkAt():
                 return self._chunk(message, frame)
             case m.EndOfSamples():
-                self._end_seen = True
+                # One that was on its way when we refused a sample says nothing of that.
+                self._end_seen = message.refused == self._refused
         return []
 
     def grant(self) -> SampleId:
@@ -197,6 +200,7 @@ class Reception:
         logger.warning("sample %s is refused (%s); asking again", id, reason)
         self._drop_half()
         self._room.cancel(self._due.pop(id))
+        self._refused += 1
         self._end_seen = False
         words = reason[:REASON_CHARS]
         return [Reply(m.Nack(term=self.term, session=self.session, id=id, reason=words))]

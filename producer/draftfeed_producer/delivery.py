@@ -156,7 +156,7 @@ class Delivery:
     def verified(self, id: SampleId, whole: bool) -> list[Action]:
         """The answer to `Verify`. A sample that is damaged where it lies is generated again."""
         if id not in self.stock:
-            return []
+            return self._out.endings()
         if whole:
             self.stock.give_back([id])
             return self._out.offers()
@@ -373,9 +373,10 @@ class Delivery:
 
     def _nack(self, member: Member, session: Session, message: m.Nack) -> list[Action]:
         id = message.id
+        session.refused += 1
+        session.end_sent = False  # one that did not know of this is none
         if id not in member.leased:
-            return []
-        session.end_sent = False
+            return self._out.endings()
         logger.warning("sample %s is refused (%s)", id, message.reason)
         if id in session.placed:  # the fault may be the member's own: its bytes are yet to be sent
             session.refused_places.add(id)
@@ -383,7 +384,8 @@ class Delivery:
             self._nacks[id] = self._nacks.get(id, 0) + 1
         member.drop({id})
         if self._nacks.get(id, 0) >= MAX_NACKS:
-            return self._tombstone(id, "quarantined", message.reason)
+            ended = self._tombstone(id, "quarantined", message.reason)
+            return ended or self._out.endings()
         return [Verify(id)]
 
     def _left(self, member: Member, bye: m.Bye) -> list[Action]:

@@ -136,7 +136,7 @@ class Distribution:
         for session in self.fencing.live:
             if not session.end_sent:
                 session.end_sent = True
-                ended.append(self.send(session, m.EndOfSamples))
+                ended.append(self.send(session, m.EndOfSamples, refused=session.refused))
             if self.all_terminal and not session.all_terminal_sent:
                 session.all_terminal_sent = True
                 ended.append(self.send(session, m.AllTerminal))

@@ -82,6 +82,8 @@ class Session:
         self.sender, self.name = sender, name
         self.open = False
         self.end_sent = False
+        self.refused = 0
+        """Nacks that were read."""
         self.all_terminal_sent = False
         self.asked_at: tuple[int, int] | None = None
         """(term, number) of the last commit when a checkpoint was asked for."""

@@ -286,6 +286,10 @@ class Committed(InSession, frozen=True, kw_only=True):
 class EndOfSamples(InSession, frozen=True, kw_only=True):
     """Everything was delivered in this term or is terminal."""
 
+    refused: Count = 0
+    """How many `Nack`s of this session the producer had read: one that was on its way then brings a
+    sample back, and this is not the end."""
+
 
 class AllTerminal(InSession, frozen=True, kw_only=True):
     """Every prompt of this producer is committed or otherwise terminal; it will exit."""

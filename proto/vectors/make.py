@@ -173,7 +173,7 @@ def messages() -> list[dict[str, Any]]:
         ("full", m.Chunk(**here, id=id, index=1)),
         ("full", m.ChunkAt(**here, id=id, index=1, file=2, offset=1 << 32, bytes=4096)),
         ("full", m.Committed(**here, number=3)),
-        ("full", m.EndOfSamples(**here)),
+        ("full", m.EndOfSamples(**here, refused=2)),
         ("full", m.AllTerminal(**here)),
         ("full", m.Closing(**here, reason="restart")),
         ("full", m.Ping(**here)),

@@ -2,7 +2,7 @@
 
 import xxhash
 
-from draftfeed_consumer.actions import Drop, Fail
+from draftfeed_consumer.actions import Drop, Ended, Fail
 from draftfeed_consumer.errors import BufferTooSmall
 from draftfeed_consumer.ledger import parse
 from draftfeed_proto import messages as m
@@ -90,6 +90,25 @@ def test_damaged_chunk_is_asked_for_again_and_its_room_returned() -> None:
     bench.chunk(A, made.id, 1, damaged)
     assert [nack.id for nack in bench.said(A, m.Nack)] == [made.id]
     assert bench.room.left_bytes == before
+
+
+def test_end_that_was_on_its_way_when_the_last_sample_was_refused_is_none() -> None:
+    """The trainer left, and the producer had its last sample and nobody to give it to."""
+    bench = Bench(A)
+    bench.begin()
+    bench.offer(A, 0)
+    made = sample(0, rows=2)
+    frames = frames_of(made)
+    bench.start(A, made, frames)
+    bench.chunk(A, made.id, 0, frames[0])
+    bench.chunk(A, made.id, 1, frames[1][:-1] + bytes([frames[1][-1] ^ 1]))
+    bench.tell(A, m.EndOfSamples)
+    assert Ended not in bench.kinds()
+    bench.offer(A, 0)
+    bench.send(A, 0)
+    assert Ended not in bench.kinds()
+    bench.tell(A, m.EndOfSamples, refused=1)
+    assert bench.kinds().count(Ended) == 1
 
 
 def test_a_codec_that_is_not_known_here_ends_the_stream_and_is_no_damage() -> None:

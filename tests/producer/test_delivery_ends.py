@@ -43,7 +43,16 @@ def test_end_comes_after_the_last_chunk_and_again_after_a_damaged_one() -> None:
     assert names(delivery.verified(id_of(3), True)) == ["Offer"]
     member.grant(3)
     sent = [action for actions in iter(member.chunk, []) for action in actions]
-    assert names(sent)[-1] == "EndOfSamples"
+    assert [end.refused for end in said(sent, m.EndOfSamples)] == [1]
+
+
+def test_refusal_of_what_is_not_leased_is_answered_with_an_end_that_knows_of_it() -> None:
+    delivery = producer(1)
+    (member,) = group(delivery, 1)
+    delivery.finish()
+    member.take(0)
+    actions = member.say(m.Nack, id=id_of(1), reason="x")
+    assert [end.refused for end in said(actions, m.EndOfSamples)] == [1]
 
 
 def test_no_rank_hears_of_the_end_while_another_may_still_give_samples_back() -> None:

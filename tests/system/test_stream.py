@@ -1,6 +1,8 @@
 """A spool, a server, a client and a buffer over real loopback sockets."""
 
 import os
+import socket
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from chaos.relay import Relay
 from draftfeed_consumer.buffer import BufferConfig
 from draftfeed_consumer.collate import Collator
 from draftfeed_consumer.errors import (
@@ -61,6 +64,20 @@ def test_every_sample_arrives_once_with_its_own_tensors(tmp_path: Path, same_hos
             stream.trained([item["id"]], step=len(seen))
     assert sorted(seen) == list(range(40))
     assert seen != sorted(seen)  # shuffled inside the window
+
+
+def test_last_sample_that_is_spoiled_on_its_way_comes_again(tmp_path: Path) -> None:
+    """The end of the data, sent right behind it, was taken for the end."""
+    with producing(tmp_path / "spool") as producer:
+        host, _, port = producer.address.removeprefix("tcp://").rpartition(":")
+        listener = socket.create_server((host, 0))
+        relay = Relay(listener, lambda: socket.create_connection((host, int(port))), seed=1)
+        relay.flip(1)
+        producer.generate(range(1))
+        producer.server.finish()
+        with closing(relay), consuming(f"tcp://{host}:{listener.getsockname()[1]}") as stream:
+            assert train(stream) == [0]
+        assert relay.flipped == 1
 
 
 def test_the_final_state_arrives_beside_the_tapped_layers(tmp_path: Path) -> None:
