@@ -61,6 +61,9 @@ MAX_BACKLOG = 1000
 MAX_NOTICES = 64
 MAX_UNSENT = 16
 """Frames, of at most 8 MiB each."""
+OVER = ("fenced", "session")
+"""Codes of refusals after which nothing is said any more: who misses one trains, or waits, for
+nothing."""
 SHUT_OUT = m.Refused(code="session", reason="your key is not known here any more")
 """It may ask again: a new connection is told so by its handshake."""
 TOO_MANY_ATTEMPTS = "there are too many attempts to attach; this one was not looked at"
@@ -437,13 +440,13 @@ class Server:
             self._drop(action.sender)
 
     def _notify(self, action: Send | SendChunk) -> None:
-        """To somebody without a session: once. But who was replaced must hear it, or he trains on
-        for nothing: the last few of these are tried again."""
+        """To somebody without a session: once. But who was replaced or shut out must hear it: the
+        last few of these are tried again."""
         try:
             self._try_twice(lambda: self._dispatch(action))
         except zmq.Again:
-            fenced = isinstance(action.message, m.Refused) and action.message.code == "fenced"
-            if fenced:
+            final = isinstance(action.message, m.Refused) and action.message.code in OVER
+            if final:
                 self._notices.append(action)
 
     def _try_twice(self, send: Callable[[], object]) -> None:
@@ -533,6 +536,10 @@ class Server:
                 self._spool.void(action.id, action.reason)
 
     def _send_chunk(self, action: SendChunk) -> None:
+        if action.message.id not in self._delivery.stock:
+            # It ended, or is made again, while it waited here; a later one would look the same.
+            self._unsent.pop(action, None)
+            return
         try:
             if action.message.session in self._handover and self._send_place(action):
                 return

@@ -81,6 +81,30 @@ def test_what_was_made_again_serves_the_epochs_after_it(tmp_path: Path, root: Pa
         assert read(spool, own.in_epoch(2)) == sample(1, rows=7).digest()
 
 
+def test_what_was_made_again_is_not_served_under_the_header_of_what_it_replaces(
+    tmp_path: Path, root: Path
+) -> None:
+    """It has other rows, for its seed is another epoch's: the producer ended at a chunk that was
+    not there, or the sample was refused five times and quarantined."""
+    with opened(root) as archive, archiving(tmp_path / "spool", archive) as spool:
+        record = spool.append(sample(1))
+        spool.commit(1, lines([1]), term=1)
+        second, third = (record.header.id.in_epoch(epoch) for epoch in (1, 2))
+        for id in (second, third):
+            spool.shelve(id)
+        spool.void(second, "damaged")
+        spool.append(replace(sample(1, rows=1), id=second))
+        for index in range(record.header.chunks):
+            assert frame_fault(spool.read_chunk(third, index))
+        assert spool.frame_place(third, 0) is None
+        assert not spool.whole(third)
+        spool.void(third, "damaged")
+        header = spool.shelve(third)
+        assert header is not None
+        assert header.rows == 1
+        assert read(spool, third) == sample(1, rows=1).digest()
+
+
 def test_what_killed_a_trainer_in_a_later_epoch_is_not_archived_either(
     tmp_path: Path, root: Path
 ) -> None:
