@@ -82,9 +82,8 @@ demo: venv
 test: venv
 	@$(PY) -m pytest -q $(ARGS)
 
-# Fewer at once than tests elsewhere, which wait half of the time: engines do not.
 test-sglang: venv sglang
-	@$(PY) -m pytest -q -n 2 tests/sglang_engine $(ARGS)
+	@$(PY) -m pytest -q tests/sglang_engine $(ARGS)
 
 # As root, about two hours for a thousand: make chaos N=300 SEED=7 breaks that many things. SOURCE is
 # generated, archived or replayed; each in turn unless given. LINK=local: all on one host.

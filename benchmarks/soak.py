@@ -143,6 +143,9 @@ class Line:
             config = f"{self.name}-consumer.toml"
             drain = self._processes.start("drain", (*DRAFTFEED, "drain", "-c", config))
             self._processes.until(lambda: drain.poll() is not None, "the old node is drained")
+            if drain.returncode and old.poll() == 0:  # it had trained everything before
+                self._processes.processes.remove(drain)
+                return
         new = self._start(who, *(("--takeover",) if how == "takeover" else ()))
         samples = self.directory / who / "samples.jsonl"
 

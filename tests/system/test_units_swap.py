@@ -63,7 +63,7 @@ def move_checkpoints(hosts: Hosts, source: str, to: str) -> None:
     hosts.boxes[to].run("sh", "-c", f"[ -e {place} ] || ln -sn private/{CONSUMER} {place}")
 
 
-def by_hand(hosts: Hosts, host: str, *options: str, seconds: int = 6) -> tuple[int, str]:
+def by_hand(hosts: Hosts, host: str, *options: str, seconds: int = 15) -> tuple[int, str]:
     """A consumer that a person starts in a shell, and ends after so long."""
     done = hosts.boxes[host].run(
         *("env", "LD_LIBRARY_PATH=/opt/python/lib", "PYTHONPATH=/opt/source/tests/system"),
