@@ -445,7 +445,7 @@ class Delivery:
         that has an offer reserves room for it, and waits for what it asks for."""
         ended = [id]
         if state == "quarantined":
-            taken = self.fencing.leased.union(*(one.offered for one in self.fencing.live))
+            taken = self.fencing.leased | self.fencing.offered
             ended += [one for one in self._twins(id) if one in self.stock and one not in taken]
         self.tombstones.update(dict.fromkeys(ended, state))
         self._out.forget(set(ended))
@@ -455,10 +455,7 @@ class Delivery:
         """What only a member had, and has no more."""
         alone = self._out.held_alone
         given_back = {id: alone.pop(id) for id in [*alone] if id not in self.fencing.leased}
-        ended: list[Action] = []
-        for id, reason in given_back.items():
-            ended += self.quarantine(id, reason)
-        return ended
+        return [action for one in given_back.items() for action in self.quarantine(*one)]
 
     def _twins(self, id: SampleId) -> list[SampleId]:
         """The same line in the other epochs."""

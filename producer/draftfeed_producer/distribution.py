@@ -25,7 +25,7 @@ asked, and all that they may be sent is under way; who does not read looks the s
 class Distribution:
     """What is in stock, to the members of the term."""
 
-    def __init__(self, stock: Stock, fencing: Fencing, turn: int = 0) -> None:
+    def __init__(self, stock: Stock, fencing: Fencing, turn: int) -> None:
         """turn: which member is the first among equals, at each of many producers another one: the
         first sample of every one of them would go to the same rank."""
         self.stock, self.fencing = stock, fencing
@@ -198,8 +198,8 @@ class Distribution:
     def claim(self, member: Member, held: set[SampleId]) -> None:
         """What a member still has stays with it, also when we have lost it and will generate it
         again; everything else it was given goes back."""
-        offered = [session.offered for session in self.fencing.live]
-        held = (held - self.fencing.leased).difference(*offered) | (held & member.leased)
+        taken = self.fencing.leased | self.fencing.offered
+        held = (held - taken) | (held & member.leased)
         self.stock.give_back(sorted(member.leased - held))
         self.stock.claim(held)
         member.leased, member.received = set(held), set(held)

@@ -105,6 +105,10 @@ class Fencing:
         return [session for member in list(self.attached.values()) if (session := member.live)]
 
     @property
+    def offered(self) -> set[SampleId]:
+        return set().union(*(session.offered for session in self.live))
+
+    @property
     def leased(self) -> set[SampleId]:
         return self._together(lambda member: member.leased)
 

@@ -7,8 +7,26 @@ from draftfeed_consumer.errors import BufferTooSmall
 from draftfeed_consumer.ledger import parse
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import IdSet
+from draftfeed_proto.sample import Sample
 from member_bench import SIZE, A, B, Bench, frames_of, ids
 from samples import sample
+
+
+def receive_half(bench: Bench) -> tuple[Sample, bytes]:
+    """Sample 0, of two frames, of which the first has come; and the other."""
+    bench.offer(A, 0)
+    made = sample(0, rows=2)
+    first, last = frames_of(made)
+    bench.start(A, made, [first, last])
+    bench.chunk(A, made.id, 0, first)
+    return made, last
+
+
+def receive_damaged(bench: Bench) -> Sample:
+    made, last = receive_half(bench)
+    bench.chunk(A, made.id, 1, last[:-1] + bytes([last[-1] ^ 1]))
+    return made
+
 
 # R3, R4, R14, R15: what is claimed
 
@@ -55,11 +73,7 @@ def test_sample_that_is_offered_twice_does_not_take_room_for_good() -> None:
 def test_half_received_sample_is_dropped_with_its_session_and_taken_whole_later() -> None:
     bench = Bench(A)
     bench.begin()
-    bench.offer(A, 0)
-    made = sample(0, rows=2)
-    frames = frames_of(made)
-    bench.start(A, made, frames)
-    bench.chunk(A, made.id, 0, frames[0])
+    receive_half(bench)
     bench.cut(A)
     bench.link()
     bench.grant(A)
@@ -81,13 +95,7 @@ def test_damaged_chunk_is_asked_for_again_and_its_room_returned() -> None:
     bench = Bench(A)
     bench.begin()
     before = bench.room.left_bytes
-    bench.offer(A, 0)
-    made = sample(0, rows=2)
-    frames = frames_of(made)
-    damaged = frames[1][:-1] + bytes([frames[1][-1] ^ 1])
-    bench.start(A, made, frames)
-    bench.chunk(A, made.id, 0, frames[0])
-    bench.chunk(A, made.id, 1, damaged)
+    made = receive_damaged(bench)
     assert [nack.id for nack in bench.said(A, m.Nack)] == [made.id]
     assert bench.room.left_bytes == before
 
@@ -96,12 +104,7 @@ def test_end_that_was_on_its_way_when_the_last_sample_was_refused_is_none() -> N
     """The trainer left, and the producer had its last sample and nobody to give it to."""
     bench = Bench(A)
     bench.begin()
-    bench.offer(A, 0)
-    made = sample(0, rows=2)
-    frames = frames_of(made)
-    bench.start(A, made, frames)
-    bench.chunk(A, made.id, 0, frames[0])
-    bench.chunk(A, made.id, 1, frames[1][:-1] + bytes([frames[1][-1] ^ 1]))
+    receive_damaged(bench)
     bench.tell(A, m.EndOfSamples)
     assert Ended not in bench.kinds()
     bench.offer(A, 0)
@@ -197,13 +200,9 @@ def test_membership_can_be_copied_in_the_middle_of_a_sample() -> None:
     """A search of all schedules needs that."""
     bench = Bench(A)
     bench.begin()
-    bench.offer(A, 0)
-    made = sample(0, rows=2)
-    frames = frames_of(made)
-    bench.start(A, made, frames)
-    bench.chunk(A, made.id, 0, frames[0])
+    made, last = receive_half(bench)
     twin = bench.twin()
     for branch in (bench, twin):
-        branch.chunk(A, made.id, 1, frames[1])
+        branch.chunk(A, made.id, 1, last)
         assert branch.delivered == [0]
     assert twin.ledger.held_count == bench.ledger.held_count == 1

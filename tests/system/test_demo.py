@@ -137,23 +137,30 @@ def test_second_consumer_takes_over_in_mid_run_and_every_check_still_holds(tmp_p
     assert "another consumer took over" in (tmp_path / "run/consumer.log").read_text()
 
 
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_nothing_running_and_the_next_one_works(
-    tmp_path: Path, demo: "subprocess.Popen[str]"
+    tmp_path: Path, demo: "subprocess.Popen[str]", kind: signal.Signals
 ) -> None:
-    """By Ctrl-C, which reaches the whole foreground group, while it generates; the next one by
-    SIGTERM, when all is trained and it evaluates."""
     stats = tmp_path / "run/producer/stats.jsonl"
     deadline = time.monotonic() + 300
     while not stats.exists() or b"generating" not in stats.read_bytes():
         assert demo.poll() is None
         assert time.monotonic() < deadline
         os.sched_yield()
-    os.killpg(demo.pid, signal.SIGINT)
+    if kind is signal.SIGINT:
+        os.killpg(demo.pid, kind)  # Ctrl-C reaches the whole foreground group
+    else:
+        demo.send_signal(kind)
     ends_interrupted(demo)
-    with started(tmp_path, prompts=2) as again:
-        wait_for(again, "evaluating the drafter")
-        again.send_signal(signal.SIGTERM)
-        ends_interrupted(again)
+    again = subprocess.run(
+        [*COMMAND, "--dir", "run", "--prompts", "2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert "2 of 2 prompts trained" in again.stdout, again.stderr
+    assert failed_checks(tmp_path) <= {LEARNED}, again.stdout
 
 
 def test_interrupted_while_the_model_is_made_it_leaves_no_half_of_it(
@@ -166,3 +173,10 @@ def test_interrupted_while_the_model_is_made_it_leaves_no_half_of_it(
         ends_interrupted(demo)
     left = [path.name for path in (tmp_path / "cache/draftfeed").iterdir()]
     assert left == [".smollm2-135m-instruct.lock"]
+
+
+def test_interrupted_while_it_evaluates(tmp_path: Path) -> None:
+    with started(tmp_path, prompts=2) as demo:
+        wait_for(demo, "evaluating the drafter")
+        demo.send_signal(signal.SIGTERM)
+        ends_interrupted(demo)

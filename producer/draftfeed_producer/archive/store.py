@@ -15,6 +15,9 @@ from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
 
+_VOID = -2
+"""A place that `Archive.place_of` never gives."""
+
 
 class BeingSealed(Exception):
     """The sample can be had in a moment: its segment is on its way into the archive."""
@@ -37,10 +40,9 @@ class ArchivedSpool(Spool):
         """archive: open, and the caller's to close. Raises what `Spool` does."""
         self.archive = archive
         self._shelved: dict[SampleId, int] = {}
-        """To be served out of the archive, and not terminal yet; from which place in it."""
-        self._outdated: set[SampleId] = set()
-        """To be served, with the header of a record that is void by now and was theirs, too. They
-        are to be refused: what was made instead may have more rows, or fewer."""
+        """To be served out of the archive, and not terminal yet; from which place in it. Or _VOID:
+        with the header of a record that was another's, too, and is void by now. Those are to be
+        refused: what was made instead may have more rows, or fewer."""
         self._leaving: dict[int, dict[SampleId, _Left]] = {}
         """By number of the segment, by line in epoch 0. `_samples.changed` is held while it
         changes."""
@@ -68,14 +70,12 @@ class ArchivedSpool(Spool):
         be read: then it is to be generated. Raises BeingSealed."""
         with self._samples.changed:
             if (shared := self._shared(id)) is not None:
-                self._outdated.discard(id)
                 return shared
             if self._left(id) is not None and not self._archiver.stuck:
                 raise BeingSealed
         header = self.archive.header(id)
         if header is not None:  # its place after that: it may be another copy's by then
             self._shelved[id] = self.archive.place_of(id)
-            self._outdated.discard(id)
         return header
 
     def _shared(self, id: SampleId) -> SampleHeader | None:
@@ -91,7 +91,7 @@ class ArchivedSpool(Spool):
 
     def finished(self, id: SampleId) -> bool:
         """Or shelved."""
-        return super().finished(id) or id in self._shelved
+        return super().finished(id) or self._shelved.get(id, _VOID) != _VOID
 
     def read_chunk(self, id: SampleId, index: int) -> bytes | memoryview:
         """Empty when what there was of it has gone, for it was damaged: whoever gets that refuses
@@ -119,13 +119,12 @@ class ArchivedSpool(Spool):
 
     def _taken_back(self, id: SampleId) -> bool:
         """By a rollback: what it is to be read from was not asked for yet."""
-        served = id in self._shelved or id in self._outdated
-        return not served and self._shared(id) is not None
+        return id not in self._shelved and self._shared(id) is not None
 
     def _stays(self, id: SampleId) -> bool:
         """Whether the archive still has of the line what was shelved under this id."""
         place = self.archive.place_of(id)
-        return id not in self._outdated and self._shelved.get(id, place) == place
+        return self._shelved.get(id, place) == place
 
     def _left(self, id: SampleId) -> _Left | None:
         """What there is of the line in a segment that is leaving."""
@@ -135,7 +134,7 @@ class ArchivedSpool(Spool):
     def _brought_back(self, id: SampleId) -> _Left | None:
         """By a rollback, out of a segment that is leaving. None when it is read from elsewhere:
         nobody is to get half of one sample and half of another of its line."""
-        elsewhere = id in self._shelved or id in self._outdated or id in self.archive
+        elsewhere = id in self._shelved or id in self.archive
         return None if elsewhere else self._left(id)
 
     def read_ahead(self, id: SampleId) -> None:
@@ -170,7 +169,7 @@ class ArchivedSpool(Spool):
             for one in self._samples.sharing(id):  # who is not terminal is refused in his turn
                 self._samples.forget(one)
                 if one != id and not self.finished(one):
-                    self._outdated.add(one)
+                    self._shelved[one] = _VOID
             self._free()
             return
         # Nothing of it is written into the archive, which others read. A start after this serves
@@ -179,18 +178,15 @@ class ArchivedSpool(Spool):
         if self._stays(id):
             self.archive.spoil(id)
         self._shelved.pop(id, None)
-        self._outdated.discard(id)
 
     def commit(self, number: int, trained: IdSet, term: int, rollback: bool = False) -> None:
         super().commit(number, trained, term, rollback)
         for id in [id for id in self._shelved if id in trained]:
             del self._shelved[id]
-        self._outdated -= {id for id in self._outdated if id in trained}
 
     def tombstone(self, id: SampleId, state: str, reason: str) -> None:
         super().tombstone(id, state, reason)
         self._shelved.pop(id, None)
-        self._outdated.discard(id)
 
     def archive_rest(self) -> int:
         """When all is over: what the last checkpoints still kept here is archived too, and stays.
