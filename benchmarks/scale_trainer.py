@@ -16,7 +16,7 @@ from draftfeed_consumer.trainers import TrainerRun
 from draftfeed_proto import messages as m
 from thread_names import write_thread_names
 
-CHUNKS = (m.Chunk, m.ChunkAt)
+CHUNKS = (m.Chunk, m.ChunksAt)
 
 
 class Figures(NamedTuple):

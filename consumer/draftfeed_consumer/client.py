@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 POLL_MS = 200
 CONNECTING_POLL_MS = 50
 TEND_SECONDS = 0.05
-MESSAGES_AT_ONCE = 64
+MESSAGES_AT_ONCE, BYTES_AT_ONCE = 64, 64 << 20
 """Of one producer, before the others have their turn."""
 GOODBYE_SECONDS = 0.2
 MAX_IO_THREADS = 4
@@ -338,12 +338,13 @@ class Client:
 
     def _read(self, member: Membership, line: Line) -> None:
         """What was said before a link went down is read first."""
+        left_bytes = BYTES_AT_ONCE
         try:
             for _ in range(MESSAGES_AT_ONCE):
-                if line.link is None or (got := line.link.receive()) is None:
+                if left_bytes <= 0 or line.link is None or (got := line.link.receive()) is None:
                     break
                 message, payload = got[0], self._beside(line, *got[:2])
-                self._count(line, message, payload, got[2])
+                left_bytes -= self._count(line, message, payload, got[2])
                 self._perform(member.received(line.address, message, payload))
             if line.link is not None and line.link.check() and not line.linked:
                 line.up(time.monotonic())
@@ -359,26 +360,28 @@ class Client:
     def _beside(
         self, line: Line, message: m.FromProducer, frame: memoryview | None
     ) -> Payload | None:
-        """The frame that a message came with, or where it is to be read."""
-        if isinstance(message, m.ChunkAt):
-            return line.frame_at(message)
+        """The frame that a message came with, or where frames are to be read."""
+        if isinstance(message, m.ChunksAt):
+            return line.frames_at(message)
         if isinstance(message, m.Chunk):
             line.check_files()
         if isinstance(message, m.Granted) and self._config.same_host:
             line.look_for_files(message)
-        return frame
+        return None if frame is None else [frame]
 
     def _count(
-        self, line: Line, message: m.FromProducer, frame: Payload | None, wire_bytes: int
-    ) -> None:
-        """What is read from a file counts as if it had been sent."""
-        wire_bytes += message.bytes if isinstance(message, m.ChunkAt) else 0
+        self, line: Line, message: m.FromProducer, frames: Payload | None, wire_bytes: int
+    ) -> int:
+        """Returns the bytes that came. What is read from a file counts as if it had been sent."""
+        encoded_bytes = sum(map(len, frames or ()))
+        wire_bytes += encoded_bytes if isinstance(message, m.ChunksAt) else 0
         line.wire_bytes += wire_bytes
         counts = self._counts
         self._counts = counts._replace(
-            encoded_bytes=counts.encoded_bytes + (len(frame) if frame else 0),
+            encoded_bytes=counts.encoded_bytes + encoded_bytes,
             wire_bytes=counts.wire_bytes + wire_bytes,
         )
+        return wire_bytes
 
     def _lose(self, member: Membership, line: Line, reason: str) -> None:
         actions = member.unlinked(line.address)

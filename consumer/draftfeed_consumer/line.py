@@ -1,6 +1,7 @@
 """The line to one producer: the link, when there is one, and the patience with it."""
 
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 import zmq
@@ -65,17 +66,18 @@ class Line:
         self._forget_files()
         self._files = LocalFiles.of(granted)
 
-    def frame_at(self, message: m.ChunkAt) -> Placed:
+    def frames_at(self, message: m.ChunksAt) -> Sequence[Placed]:
         """What it speaks of. Where that is out of reach the sample is refused, and the rest of the
         session comes over the connection."""
+        unreachable = [Unreachable(size) for _, size in message.places]
         if self._files is None:
-            return Unreachable(message.bytes)
+            return unreachable
         try:
             return self._files.at(message)
         except HandoverLost as error:
             logger.warning("%s: %s; its samples come over the network now", self.address, error)
             self._forget_files()
-            return Unreachable(message.bytes)
+            return unreachable
 
     def check_files(self) -> None:
         """A chunk came over the connection: has the producer ended the handover?"""

@@ -46,7 +46,7 @@ class LocalFiles:
             return None
         return cls(link)
 
-    def at(self, message: m.ChunkAt) -> "FrameAt":
+    def at(self, message: m.ChunksAt) -> "list[FrameAt]":
         """Raises HandoverLost."""
         while message.file not in self._files:
             self._receive()
@@ -55,7 +55,7 @@ class LocalFiles:
         file = self._files[message.file]
         if file.failure:
             raise HandoverLost(file.failure)
-        return FrameAt(file, message.offset, message.bytes)
+        return [FrameAt(file, *place) for place in message.places]
 
     @property
     def over(self) -> bool:

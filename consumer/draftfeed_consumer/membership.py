@@ -62,7 +62,7 @@ class Membership(Attachment):
         """(state, reason). Said again in every session: there is no answer to them."""
 
     def received(
-        self, address: str, message: m.FromProducer, frame: Payload | None = None
+        self, address: str, message: m.FromProducer, frames: Payload | None = None
     ) -> list[Action]:
         peer = self._peers[address]
         match message:
@@ -72,7 +72,7 @@ class Membership(Attachment):
                 return [*self._granted(peer, message), *self._opens()]
             case m.InSession() if peer.owns(message):
                 try:
-                    return self._in_session(peer, message, frame)
+                    return self._in_session(peer, message, frames)
                 except UnknownCodec as error:  # asked for again, it would come the same way
                     words = f"{error}; upgrade draftfeed here"
                     return [Fail(StreamRefused(peer.address, "codec", words))]
@@ -128,7 +128,7 @@ class Membership(Attachment):
 
     # open
 
-    def _in_session(self, peer: Peer, message: m.InSession, frame: Payload | None) -> list[Action]:
+    def _in_session(self, peer: Peer, message: m.InSession, frames: Payload | None) -> list[Action]:
         match message:
             case m.Opened():
                 peer.opened = True
@@ -142,21 +142,21 @@ class Membership(Attachment):
             case m.Closing():
                 peer.lose()
                 return [Closing(peer.address, message.reason)]
-            case m.Offer() | m.Begin() | m.Chunk() | m.ChunkAt() | m.EndOfSamples():
-                return self._delivered(peer, message, frame)
+            case m.Offer() | m.Begin() | m.Chunk() | m.ChunksAt() | m.EndOfSamples():
+                return self._delivered(peer, message, frames)
         return []
 
     def _delivered(
         self,
         peer: Peer,
-        message: m.Offer | m.Begin | m.Chunk | m.ChunkAt | m.EndOfSamples,
-        frame: Payload | None,
+        message: m.Offer | m.Begin | m.Chunk | m.ChunksAt | m.EndOfSamples,
+        frames: Payload | None,
     ) -> list[Action]:
         if isinstance(message, m.Offer):
             self._ended = False
             if self.draining:
                 return []
-        answers = peer.session.received(message, frame)
+        answers = peer.session.received(message, frames)
         samples = [answer.sample for answer in answers if isinstance(answer, Received)]
         peer.logical_bytes += sum(sample.hidden_states.nbytes for sample in samples)
         actions: list[Action] = [

@@ -2,6 +2,7 @@
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,8 +27,8 @@ MAX_OFFERS = MAX_ARRAY_ITEMS
 """Not granted; our producers make 64 at a time."""
 
 
-Payload = memoryview | Placed
-"""What a chunk comes with: its frame, or where to read it."""
+Payload = Sequence[memoryview] | Sequence[Placed]
+"""What chunks come with: their frames, or where to read them."""
 
 
 class Room(Protocol):
@@ -88,15 +89,15 @@ class Reception:
         """Decoded. Other threads may ask."""
         return sum(list(self._due.values()))
 
-    def received(self, message: m.FromProducer, frame: Payload | None) -> list[Reply | Received]:
+    def received(self, message: m.FromProducer, frames: Payload | None) -> list[Reply | Received]:
         """Of this session. Raises ProtoError when the producer breaks the protocol."""
         match message:
             case m.Offer():
                 self._offered(message.samples)
             case m.Begin():
                 self._begin(message)
-            case m.Chunk() | m.ChunkAt():
-                return self._chunk(message, frame)
+            case m.Chunk() | m.ChunksAt():
+                return self._chunks(message, frames)
             case m.EndOfSamples():
                 # One that was on its way when we refused a sample says nothing of that.
                 self._end_seen = message.refused == self._refused
@@ -163,17 +164,23 @@ class Reception:
         dtype = self.granted.descriptor.dtype
         self._assembler = Assembler(header, dtype, self._workers, self._room.empty)
 
-    def _chunk(self, message: m.Chunk | m.ChunkAt, frame: Payload | None) -> list[Reply | Received]:
-        if frame is None:
+    def _chunks(
+        self, message: m.Chunk | m.ChunksAt, frames: Payload | None
+    ) -> list[Reply | Received]:
+        if not frames:
             raise MalformedMessage("a chunk without its frame")
-        self._received_bytes += len(frame)
+        if isinstance(message, m.Chunk):  # what lies in a file is not on its way
+            self._received_bytes += sum(map(len, frames))
         assembler = self._assembler
         if assembler is None or assembler.header.id != message.id:
             return [*self.renew_credit()]  # the rest of a sample already refused
         if message.index != assembler.chunks:
             raise MalformedMessage(f"chunk {message.index} where {assembler.chunks} was due")
         try:
-            assembler.add(frame)
+            for frame in frames:
+                if assembler.done:
+                    raise MalformedMessage(f"a chunk behind the last one of {message.id}")
+                assembler.add(frame)
             complete = self._complete(assembler) if assembler.done else []
         except (ChunkError, LimitExceeded) as error:
             return [*self._refuse(message.id, str(error)), *self.renew_credit()]

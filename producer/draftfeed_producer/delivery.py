@@ -11,7 +11,7 @@ from zlib import crc32
 
 from draftfeed_producer import answers
 from draftfeed_producer.authority import Authority
-from draftfeed_producer.distribution import Distribution, Wait
+from draftfeed_producer.distribution import Distribution, Place, Wait, nowhere
 from draftfeed_producer.fencing import Fencing
 from draftfeed_producer.session import (
     Action,
@@ -217,14 +217,11 @@ class Delivery:
         self._out.end_session(member, now)
         return self._out.offers()
 
-    def next_chunk(self, sender: bytes) -> list[Action]:
-        return self._out.next_chunk(sender)
+    def next_chunk(self, sender: bytes, place: Place = nowhere) -> list[Action]:
+        return self._out.next_chunk(sender, place)
 
-    def sent(self, sender: bytes, frame_bytes: int, placed: SampleId | None = None) -> None:
-        self._out.sent(sender, frame_bytes, placed)
-
-    def may_place(self, sender: bytes, id: SampleId) -> bool:
-        return self._out.may_place(sender, id)
+    def sent(self, sender: bytes, frame_bytes: int) -> None:
+        self._out.sent(sender, frame_bytes)
 
     # handshake
 

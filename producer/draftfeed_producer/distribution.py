@@ -1,6 +1,6 @@
 """Handing samples out: offers, chunks as credit allows, and the end. No I/O."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from draftfeed_producer.fencing import Fencing
@@ -16,6 +16,15 @@ LEAST_OFFERED_SAMPLES = 4
 MAX_UNCOMMITTED_SAMPLES = 1 << 15
 """Trained, and in no checkpoint: a crash loses them, their headers are kept here, and a member
 that attaches again names each. Its message would have room for about four times as many."""
+
+Place = Callable[[str, SampleId, int], tuple[int, list[tuple[int, int]]] | None]
+"""(session, sample, index of a chunk) -> (number of a file in that session, (offset, bytes) of the
+chunk and of some behind it), for a member that reads them itself; None: the chunk is to be sent."""
+
+
+def nowhere(session: str, id: SampleId, index: int) -> None:
+    """For members of other hosts."""
+
 
 Wait = Literal["no_credit", "link_full"]
 """What samples wait for. no_credit: members have no room and ask for none. link_full: they have
@@ -57,8 +66,9 @@ class Distribution:
             return "link_full"
         return "no_credit" if any(session.offered for session in live) else None
 
-    def next_chunk(self, sender: bytes) -> list[Action]:
-        """The next chunk to send to a member, if credit allows one."""
+    def next_chunk(self, sender: bytes, place: Place = nowhere) -> list[Action]:
+        """The next chunk to send to a member, if credit allows one; or where the next ones lie,
+        which takes no credit."""
         member = self.fencing.attached.get(sender)
         session = member.live if member else None
         if member is None or session is None:
@@ -68,33 +78,37 @@ class Distribution:
             session.given += 1
             session.sending = (id, 0)
             return [self.send(session, m.Begin, header=self.stock[id])]
-        if session.sending is None or session.sent_bytes >= session.credit_bytes:
+        if session.sending is None:
             return []
-        return self._send_chunk(member, session, *session.sending)
+        id, index = session.sending
+        term, chunks = self.fencing.number, self.stock[id].chunks
+        place = nowhere if id in session.refused_places else place
+        if (found := place(session.name, id, index)) is not None:
+            session.placed.add(id)
+            file, places = found[0], found[1][: chunks - index]
+            told = SendChunk(
+                sender,
+                m.ChunksAt(
+                    term=term, session=session.name, id=id, index=index, file=file, places=places
+                ),
+            )
+            behind = index + len(places)
+        elif session.sent_bytes < session.credit_bytes:
+            told = SendChunk(sender, m.Chunk(term=term, session=session.name, id=id, index=index))
+            behind = index + 1
+        else:
+            return []
+        session.sending = (id, behind) if behind < chunks else None
+        if session.sending is not None:
+            return [told]
+        member.received.add(id)
+        return [told, *self.endings()]
 
-    def sent(self, sender: bytes, frame_bytes: int, placed: SampleId | None = None) -> None:
-        """placed: the sample, when the member was only told where the frame lies."""
+    def sent(self, sender: bytes, frame_bytes: int) -> None:
+        """A chunk, with its bytes."""
         member = self.fencing.attached.get(sender)
         if member is not None and member.session is not None:
             member.session.sent_bytes += frame_bytes
-            if placed is not None:
-                member.session.placed.add(placed)
-
-    def may_place(self, sender: bytes, id: SampleId) -> bool:
-        """Whether the member may be told where this sample lies."""
-        member = self.fencing.attached.get(sender)
-        session = member.session if member is not None else None
-        return session is not None and id not in session.refused_places
-
-    def _send_chunk(
-        self, member: Member, session: Session, id: SampleId, index: int
-    ) -> list[Action]:
-        last = index + 1 == self.stock[id].chunks
-        session.sending = None if last else (id, index + 1)
-        if last:
-            member.received.add(id)
-        chunk = m.Chunk(term=self.fencing.number, session=session.name, id=id, index=index)
-        return [SendChunk(session.sender, chunk), *(self.endings() if last else [])]
 
     def offers(self) -> list[Action]:
         """New offers to whoever has few; and the end, when there is nothing to offer."""

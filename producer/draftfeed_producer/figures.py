@@ -71,10 +71,10 @@ class Figures:
             del self._sent[oldest], self._sent_logical[oldest]
         self._sent[member] += count
 
-    def sent_chunk(self, member: str, header: SampleHeader, index: int) -> None:
+    def sent_chunks(self, member: str, header: SampleHeader, first: int, behind: int) -> None:
         """Each chunk counts for the same share of its sample; all of them for all of it."""
         size, chunks = 2 * header.rows * header.layers * header.hidden, header.chunks
-        self._sent_logical[member] += size * (index + 1) // chunks - size * index // chunks
+        self._sent_logical[member] += size * behind // chunks - size * first // chunks
 
     def waits(self, cause: Wait | None) -> None:
         """What samples wait for from now on."""

@@ -44,6 +44,7 @@ from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import ProtoError
 from draftfeed_proto.ids import IdSet, SampleId
+from draftfeed_proto.limits import MAX_PLACES
 from draftfeed_proto.sample import SampleHeader
 
 logger = logging.getLogger(__name__)
@@ -404,7 +405,7 @@ class Server:
         self._due = deque(sender for sender in turns if self._flush(sender))
         while self._due and time.monotonic() < until:
             sender = self._due.popleft()
-            actions = self._delivery.next_chunk(sender)
+            actions = self._delivery.next_chunk(sender, self._place)
             self._perform(actions)
             if actions and self._flush(sender):
                 self._due.append(sender)
@@ -536,50 +537,40 @@ class Server:
                 self._spool.void(action.id, action.reason)
 
     def _send_chunk(self, action: SendChunk) -> None:
-        if action.message.id not in self._delivery.stock:
+        chunk = action.message
+        if chunk.id not in self._delivery.stock:
             # It ended, or is made again, while it waited here; a later one would look the same.
             self._unsent.pop(action, None)
             return
+        if isinstance(chunk, m.ChunksAt):
+            if chunk.index == 0:
+                self._read_ahead(action.sender)
+            read_bytes = sum(size for _, size in chunk.places)
+            if self._send(action.sender, [m.encode(chunk)], read_bytes):
+                self._count_chunks(action.sender, chunk, len(chunk.places))
+            return
         try:
-            if action.message.session in self._handover and self._send_place(action):
-                return
             frame = self._unsent.pop(action, None) or self._read_chunk(action)
         except KeyError:  # it became terminal while it waited here
             return
         try:
-            sent = self._send(action.sender, [m.encode(action.message), frame])
+            sent = self._send(action.sender, [m.encode(chunk), frame])
         except zmq.Again:
             self._keep_unsent(action, frame)
             raise
         if sent:
             self._delivery.sent(action.sender, len(frame))
-            self._count_chunk(action)
+            self._count_chunks(action.sender, chunk, 1)
 
-    def _send_place(self, action: SendChunk) -> bool:
-        """Tell a member of this host where the chunk lies; False when it must be sent. Raises
-        KeyError and zmq.Again."""
-        chunk = action.message
-        if not self._delivery.may_place(action.sender, chunk.id):
-            return False
-        place = self._spool.frame_place(chunk.id, chunk.index)
-        number = place and self._handover.number(chunk.session, place.path)
-        if place is None or number is None:
-            return False
-        if chunk.index == 0:
-            self._read_ahead(action.sender)
-        message = m.ChunkAt(
-            term=chunk.term,
-            session=chunk.session,
-            id=chunk.id,
-            index=chunk.index,
-            file=number,
-            offset=place.offset,
-            bytes=place.bytes,
-        )
-        if self._send(action.sender, [m.encode(message)], read_bytes=place.bytes):
-            self._delivery.sent(action.sender, place.bytes, placed=chunk.id)
-            self._count_chunk(action)
-        return True
+    def _place(
+        self, session: str, id: SampleId, index: int
+    ) -> tuple[int, list[tuple[int, int]]] | None:
+        """See `distribution.Place`. The file is handed over when the member has not got it."""
+        if session not in self._handover:
+            return None
+        places = self._spool.places(id, index, MAX_PLACES)
+        number = places and self._handover.number(session, places.path)
+        return None if places is None or number is None else (number, list(places.frames))
 
     def _read_chunk(self, action: SendChunk) -> bytes | memoryview:
         if action.message.index == 0:
@@ -599,11 +590,11 @@ class Server:
             for id in islice(member.session.granted, 1):
                 self._spool.read_ahead(id)
 
-    def _count_chunk(self, action: SendChunk) -> None:
-        member, stock = self._delivery.fencing.attached.get(action.sender), self._delivery.stock
-        if member is not None and action.message.id in stock:
-            header, index = stock[action.message.id], action.message.index
-            self._figures.sent_chunk(member.name, header, index)
+    def _count_chunks(self, sender: bytes, chunk: m.Chunk | m.ChunksAt, count: int) -> None:
+        member, stock = self._delivery.fencing.attached.get(sender), self._delivery.stock
+        if member is not None and chunk.id in stock:
+            first, header = chunk.index, stock[chunk.id]
+            self._figures.sent_chunks(member.name, header, first, first + count)
 
     def _send(self, sender: bytes, frames: list[bytes | memoryview], read_bytes: int = 0) -> bool:
         """False when the peer is gone. Raises zmq.Again when its pipe is full.

@@ -15,7 +15,7 @@ class Send(NamedTuple):
 
 class SendChunk(NamedTuple):
     sender: bytes
-    message: m.Chunk
+    message: m.Chunk | m.ChunksAt
 
 
 class StoreTerm(NamedTuple):
@@ -96,7 +96,7 @@ class Session:
         self.credit_bytes = 0
         self.sent_bytes = 0
         self.placed: set[SampleId] = set()
-        """Samples of which it was told where chunks lie."""
+        """Samples of which it was told where they lie."""
         self.refused_places: set[SampleId] = set()
         """Those that it could make nothing of: it is sent their bytes."""
 

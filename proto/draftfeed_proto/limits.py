@@ -28,6 +28,8 @@ MAX_TERM_STEP = 1 << 32
 and nobody could have the stream any more."""
 MAX_LOCAL_FILES = 32
 """That a member of the same host holds open in a session."""
+MAX_PLACES = 8
+"""Of chunks, in one message: whoever reads them does nothing else meanwhile."""
 FILE_NUMBER_BYTES = 8
 """Of a file's number, beside its descriptor."""
 MAX_MEMBERS = 4096

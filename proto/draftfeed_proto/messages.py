@@ -15,17 +15,21 @@ from draftfeed_proto.limits import (
     MAX_ASSET_PIECE_BYTES,
     MAX_FRAME_BYTES,
     MAX_MEMBERS,
+    MAX_PLACES,
     MAX_SAMPLE_BYTES,
 )
 from draftfeed_proto.sample import SampleHeader
 from draftfeed_proto.wire import Count, Name, pack, unpack_message
 
-VERSION = (2, 0)
+VERSION = (3, 0)
 
 SampleBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_BYTES)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Members = Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]
 FrameBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_FRAME_BYTES)]
+Places = Annotated[
+    list[tuple[Count, FrameBytes]], msgspec.Meta(min_length=1, max_length=MAX_PLACES)
+]
 PieceBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_ASSET_PIECE_BYTES)]
 
 
@@ -266,15 +270,16 @@ class Chunk(InSession, frozen=True, kw_only=True):
     index: Count
 
 
-class ChunkAt(InSession, frozen=True, kw_only=True):
-    """A chunk that the member is to read itself, from a file that it was handed."""
+class ChunksAt(InSession, frozen=True, kw_only=True):
+    """Chunks that the member is to read itself, from a file that it was handed."""
 
     id: SampleId
     index: Count
+    """Of the first; the others follow it."""
     file: Count
     """Which of the files of this session."""
-    offset: Count
-    bytes: FrameBytes
+    places: Places
+    """(offset, bytes) of each."""
 
 
 class Committed(InSession, frozen=True, kw_only=True):
@@ -332,7 +337,7 @@ FromProducer = (
     | Offer
     | Begin
     | Chunk
-    | ChunkAt
+    | ChunksAt
     | Committed
     | EndOfSamples
     | AllTerminal

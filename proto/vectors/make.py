@@ -171,7 +171,10 @@ def messages() -> list[dict[str, Any]]:
         ("full", m.Offer(**here, samples=[(id, 153)])),
         ("full", m.Begin(**here, header=header())),
         ("full", m.Chunk(**here, id=id, index=1)),
-        ("full", m.ChunkAt(**here, id=id, index=1, file=2, offset=1 << 32, bytes=4096)),
+        (
+            "full",
+            m.ChunksAt(**here, id=id, index=1, file=2, places=[(1 << 32, 4096), (1 << 33, 1)]),
+        ),
         ("full", m.Committed(**here, number=3)),
         ("full", m.EndOfSamples(**here, refused=2)),
         ("full", m.AllTerminal(**here)),

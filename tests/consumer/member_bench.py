@@ -159,7 +159,7 @@ class Bench:
     def chunk(self, address: str, id: SampleId, index: int, frame: Frame) -> None:
         term, session = self._sessions[address]
         chunk = m.Chunk(term=term, session=session, id=id, index=index)
-        self.do(self.member.received(address, chunk, memoryview(frame)))
+        self.do(self.member.received(address, chunk, [memoryview(frame)]))
 
     def train(self, *ordinals: int) -> dict[str, object]:
         """Trained, and in a durable checkpoint: its state."""

@@ -28,8 +28,11 @@ def ends() -> Iterator[tuple[socket.socket, LocalFiles]]:
     near.close()
 
 
-def at(file: int, offset: int = 0, size: int = 4) -> m.ChunkAt:
-    return m.ChunkAt(term=1, session="s", id=ID, index=0, file=file, offset=offset, bytes=size)
+def at(files: LocalFiles, file: int, offset: int = 0, size: int = 4) -> FrameAt:
+    places = [(offset, size)]
+    message = m.ChunksAt(term=1, session="s", id=ID, index=0, file=file, places=places)
+    (frame,) = files.at(message)
+    return frame
 
 
 def hand_over(near: socket.socket, number: int, path: Path | str) -> None:
@@ -52,7 +55,7 @@ def test_each_frame_is_read_from_its_own_file(ends: Ends, tmp_path: Path) -> Non
     for number in range(3):
         (tmp_path / str(number)).write_bytes(b"....%04d...." % number)
         hand_over(near, number, tmp_path / str(number))
-    assert [content(files.at(at(number, 4))) for number in (2, 0, 1)] == [b"0002", b"0000", b"0001"]
+    assert [content(at(files, number, 4)) for number in (2, 0, 1)] == [b"0002", b"0000", b"0001"]
 
 
 def test_programs_that_a_trainer_starts_do_not_get_the_files(ends: Ends, tmp_path: Path) -> None:
@@ -60,7 +63,7 @@ def test_programs_that_a_trainer_starts_do_not_get_the_files(ends: Ends, tmp_pat
     near, files = ends
     (tmp_path / "file").write_bytes(b"here")
     hand_over(near, 0, tmp_path / "file")
-    assert not os.get_inheritable(files.at(at(0))._file.fd)
+    assert not os.get_inheritable(at(files, 0)._file.fd)
 
 
 def test_frame_that_is_being_read_outlives_its_file_in_the_session(
@@ -69,13 +72,13 @@ def test_frame_that_is_being_read_outlives_its_file_in_the_session(
     near, files = ends
     (tmp_path / "file").write_bytes(b"here")
     hand_over(near, 0, tmp_path / "file")
-    first = files.at(at(0))
+    first = at(files, 0)
     for number in range(1, MAX_LOCAL_FILES + 1):
         hand_over(near, number, tmp_path / "file")
-        files.at(at(number))
+        at(files, number)
     assert content(first) == b"here"
     with pytest.raises(HandoverLost):  # and was closed here all the same
-        files.at(at(0))
+        at(files, 0)
     files.close()
     assert content(first) == b"here"
 
@@ -85,12 +88,12 @@ def test_frame_beyond_the_end_of_its_file_is_damaged(ends: Ends, tmp_path: Path)
     (tmp_path / "file").write_bytes(b"short")
     hand_over(near, 0, tmp_path / "file")
     with pytest.raises(MalformedChunk, match="ends at byte 5"):
-        content(files.at(at(0, offset=3)))
+        content(at(files, 0, offset=3))
 
 
 def test_file_that_was_never_handed_over_ends_the_handover(ends: Ends) -> None:
     with pytest.raises(HandoverLost, match="no file came"):
-        ends[1].at(at(0))
+        at(ends[1], 0)
 
 
 @pytest.mark.parametrize("what", ["/dev/zero", "/", "pipe"])
@@ -105,7 +108,7 @@ def test_what_is_no_file_is_not_read(ends: Ends, tmp_path: Path, what: str) -> N
     else:
         hand_over(near, 0, what)
     with pytest.raises(HandoverLost, match="no file"):
-        files.at(at(0))
+        at(files, 0)
 
 
 def test_limit_of_open_files_ends_the_handover_and_says_so(ends: Ends, tmp_path: Path) -> None:
@@ -116,7 +119,7 @@ def test_limit_of_open_files_ends_the_handover_and_says_so(ends: Ends, tmp_path:
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
         with pytest.raises(HandoverLost, match="limit of open files"):
-            files.at(at(0))
+            at(files, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -92,8 +92,8 @@ class Rank:
 
     def received(self, address: str, data: bytes, frame: bytes | None) -> None:
         message = m.decode_from_producer(data)
-        view = memoryview(frame) if frame is not None else None
-        self.perform(self.membership.received(address, message, view))
+        frames = [memoryview(frame)] if frame is not None else None
+        self.perform(self.membership.received(address, message, frames))
 
     def linked(self, address: str, link: Link) -> None:
         self.links[address] = link

@@ -64,11 +64,12 @@ def test_members_of_this_host_are_sent_to_the_copy_that_is_read_here(
         roots[0].rename(tmp_path / "away")
         assert archive.whole(id)
         (tmp_path / "away").rename(roots[0])
-        place = archive.frame_place(id, 1)
-        assert place is not None
-        assert place.path.parent == roots[1]
-        with place.path.open("rb") as file:
-            assert os.pread(file.fileno(), place.bytes, place.offset) == archive.read_chunk(id, 1)
+        places = archive.places(id, 0, 9)
+        assert places is not None
+        assert places.path.parent == roots[1]
+        with places.path.open("rb") as file:
+            for index, (offset, size) in enumerate(places.frames):
+                assert os.pread(file.fileno(), size, offset) == archive.read_chunk(id, index)
 
 
 def test_a_drive_that_goes_costs_nothing_while_its_copy_is_there_and_may_come_back(

@@ -96,7 +96,7 @@ def test_what_was_made_again_is_not_served_under_the_header_of_what_it_replaces(
         spool.append(replace(sample(1, rows=1), id=second))
         for index in range(record.header.chunks):
             assert frame_fault(spool.read_chunk(third, index))
-        assert spool.frame_place(third, 0) is None
+        assert spool.places(third, 0, 1) is None
         assert not spool.whole(third)
         spool.void(third, "damaged")
         header = spool.shelve(third)

@@ -83,7 +83,7 @@ def test_mismatch_and_another_major_version_are_refused_before_a_term_is_spent(
     mismatch = Member(delivery, expect=Expectation(layer_ids=(0, 1))).refused()
     assert (mismatch.code, "(0, 1)" in mismatch.reason) == ("mismatch", True)
     version = Member(delivery, version=(0, 9)).refused()
-    assert (version.code, "0.9 cannot talk to 2." in version.reason) == ("version", True)
+    assert (version.code, "0.9 cannot talk to 3." in version.reason) == ("version", True)
     assert delivery.fencing.number == 0
 
 

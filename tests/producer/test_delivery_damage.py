@@ -8,6 +8,8 @@ from draftfeed_producer.delivery import MAX_NACKS, Delivery
 from draftfeed_producer.session import Regenerate, StoreTombstone, Verify, Void
 from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
+from draftfeed_proto.ids import SampleId
+from draftfeed_proto.limits import MAX_PLACES
 
 
 @pytest.fixture
@@ -20,6 +22,17 @@ def member(delivery: Delivery) -> Member:
     one = Member(delivery)
     one.attach()
     return one
+
+
+def told(member: Member, ordinal: int) -> list[m.Message]:
+    """What a member of this host is sent of a sample, to which it has given no credit."""
+
+    def place(session: str, id: SampleId, index: int) -> tuple[int, list[tuple[int, int]]]:
+        return 0, [(100 * (index + n), 100) for n in range(MAX_PLACES)]
+
+    member.grant(ordinal)
+    actions = iter(lambda: member.delivery.next_chunk(member.sender, place), [])
+    return [action.message for one in actions for action in one]
 
 
 def test_a_sample_damaged_on_its_way_is_verified_and_sent_again(
@@ -50,20 +63,18 @@ def test_a_sample_whose_file_a_member_cannot_read_is_sent_and_never_quarantined(
         if life > 1:
             member = Member(delivery, incarnation=f"{life}", term=life, takeover=True)
             member.attach()
-        member.take(0)
-        delivery.sent(member.sender, 0, placed=id_of(0))
+        assert [type(one) for one in told(member, 0)] == [m.Begin, m.ChunksAt]
         assert member.say(m.Nack, id=id_of(0), reason="out of reach") == [Verify(id_of(0))]
         assert offered(delivery.verified(id_of(0), True)) == [0]
-        assert not delivery.may_place(member.sender, id_of(0))
-        assert delivery.may_place(member.sender, id_of(1))
-        member.take(0)
+        assert [type(one) for one in told(member, 1)] == [m.Begin, m.ChunksAt]
+        assert [type(one) for one in told(member, 0)] == [m.Begin]  # there is no credit
+        assert member.receive() == [0]
 
 
 def test_bytes_that_are_refused_count_though_the_file_was_refused_before(
     delivery: Delivery, member: Member
 ) -> None:
-    member.take(0)
-    delivery.sent(member.sender, 0, placed=id_of(0))
+    told(member, 0)
     for _ in range(MAX_NACKS):
         assert member.say(m.Nack, id=id_of(0), reason="checksum") == [Verify(id_of(0))]
         delivery.verified(id_of(0), True)

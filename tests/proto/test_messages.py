@@ -54,8 +54,8 @@ def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.text("0123456789abcdef", min_size=16, max_size=16)
         case inspect.StrType():
             return st.text(max_size=20)
-        case inspect.ListType(item_type=item):
-            return st.lists(values(item), max_size=3)
+        case inspect.ListType(item_type=item, min_length=low):
+            return st.lists(values(item), min_size=low or 0, max_size=3)
         case inspect.VarTupleType(item_type=item, min_length=low):
             return st.lists(values(item), min_size=low or 0, max_size=3)
         case inspect.TupleType(item_types=items):

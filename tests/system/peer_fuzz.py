@@ -15,10 +15,10 @@ from typing import Any
 from delivery_members import ALICE, FRAME_BYTES, header, id_of, producer
 from draftfeed_consumer.actions import Action as MemberAction
 from draftfeed_consumer.actions import Deliver, Drop, Fail
-from draftfeed_consumer.reception import MAX_OFFERS
+from draftfeed_consumer.reception import MAX_OFFERS, Payload
 from draftfeed_producer.session import Action, Regenerate, Send, SendChunk, StoreTombstone, Verify
 from draftfeed_proto import messages as m
-from draftfeed_proto.errors import ProtoError
+from draftfeed_proto.errors import MalformedChunk, ProtoError
 from draftfeed_proto.ids import IdSet, SampleId
 from draftfeed_proto.limits import MAX_MEMBERS
 from draftfeed_proto.sample import header_of
@@ -30,6 +30,21 @@ STEPS = 400
 HOSTILE = [b"evil-%d" % number for number in range(6)]
 NAMES = ["", "0", "1", "run", "other", "first", "evil", "x" * 1024]
 NUMBERS = [0, 1, 2, 3, 64, 1 << 20, 1 << 31, (1 << 32) + 5, (1 << 40) - 1, (1 << 63) - 1]
+
+
+class Lying:
+    """A frame in a file: so it is said."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        if offset + len(into) > len(self._content):
+            raise MalformedChunk("it ends before that")
+        into[:] = self._content[offset : offset + len(into)]
 
 
 class Source:
@@ -306,7 +321,7 @@ class ClientWorld:
         self.session = self.bench._sessions[A]
         self.bench.actions.clear()
 
-    def message(self) -> tuple[m.Message, memoryview | None]:
+    def message(self) -> tuple[m.Message, Payload | None]:
         source, rng = self.source, self.rng
         term, session = self.session
         mine: Any = {"term": term, "session": session}
@@ -328,11 +343,16 @@ class ClientWorld:
             frames = frames_of(made)
             size = sum(map(len, frames))
         head = header_of(made, chunks=len(frames), encoded_bytes=size, audit=True)
-        makers: list[Callable[[], tuple[m.Message, memoryview | None]]] = [
+        placed: Any = [Lying(frame), *map(Lying, map(memoryview, frames[index + 1 :]))]
+        placed = placed[: rng.randrange(1, 9)]
+        where = [(source.number(), len(one) or 1) for one in placed]
+        at: Any = {"id": made.id, "index": index, "file": source.number(), "places": where}
+        makers: list[Callable[[], tuple[m.Message, Payload | None]]] = [
             lambda: (m.Offer(**mine, samples=[(made.id, SIZE)]), None),
             lambda: (m.Offer(**mine, samples=[(id, source.number()) for id in source.ids()]), None),
             lambda: (m.Begin(**mine, header=head), None),
-            lambda: (m.Chunk(**mine, id=made.id, index=index), frame),
+            lambda: (m.Chunk(**mine, id=made.id, index=index), [frame]),
+            lambda: (m.ChunksAt(**mine, **at), placed),
             lambda: (m.Chunk(**mine, id=made.id, index=index), None),
             lambda: (m.EndOfSamples(**mine), None),
             lambda: (m.Committed(**mine, number=source.number()), None),
@@ -365,9 +385,9 @@ class ClientWorld:
         self.check()
 
     def attack(self) -> None:
-        message, frame = self.message()
+        message, frames = self.message()
         decoded = m.decode_from_producer(self.source.damaged(message))
-        self.bench.do(self.bench.member.received(A, decoded, frame))
+        self.bench.do(self.bench.member.received(A, decoded, frames))
 
     def perform(self, actions: list[MemberAction]) -> None:
         self.bench.actions.clear()

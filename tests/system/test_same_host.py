@@ -16,17 +16,17 @@ from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
 from draftfeed_deploy.keygen import write_pair
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import SampleId
-from draftfeed_proto.limits import MAX_LOCAL_FILES
+from draftfeed_proto.limits import MAX_LOCAL_FILES, MAX_PLACES
 from harness import consuming, producing
 from samples import sample
 from waiting import eventually
 
 
-def train(stream: HiddenStateStream) -> list[int]:
+def train(stream: HiddenStateStream, rows: int = 40) -> list[int]:
     """Every sample, compared with what was made; the ordinals in order."""
     seen: list[int] = []
     for item in stream:
-        made = sample(item["id"].ordinal)
+        made = sample(item["id"].ordinal, rows)
         assert np.array_equal(item["input_ids"], made.input_ids)
         states = item["hidden_states"].numpy().view(np.uint16)
         assert np.array_equal(states, made.hidden_states.view(np.uint16))
@@ -59,6 +59,19 @@ def test_consumer_that_is_told_not_to_gets_its_samples_over_the_connection(tmp_p
         (link,) = stream.statistics().client.producers
         assert not link.same_host
         assert link.wire_bytes
+
+
+def test_sample_of_more_chunks_than_a_message_names_is_whole(tmp_path: Path) -> None:
+    with (
+        producing(tmp_path / "spool", chunk_bytes=4096, codec="raw") as producer,
+        consuming(producer.address, same_host=True) as stream,
+    ):
+        producer.generate(range(5), rows=400)
+        producer.server.finish()
+        chunks = producer.spool.header_of(sample(0).id).chunks  # type: ignore[union-attr]
+        assert chunks > 4 * MAX_PLACES
+        assert sorted(train(stream, rows=400)) == list(range(5))
+        assert stream.statistics().client.producers[0].same_host
 
 
 def flip(path: Path, at: int) -> None:
@@ -204,7 +217,7 @@ class HelplessMember(BareMember):
         self._link.send(self.granted.session.encode())
 
     def _take(self, message: m.FromProducer) -> None:
-        if isinstance(message, m.ChunkAt):
+        if isinstance(message, m.ChunksAt):
             self.told.add(message.id)
             if message.index == 0:
                 self.say(m.Nack, id=message.id, reason="out of reach")

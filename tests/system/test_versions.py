@@ -180,7 +180,7 @@ def test_another_minor_version_is_served_to_the_end(
     assert {"Fence", "Granted"} & translator.translated
 
 
-@pytest.mark.parametrize(("same_host", "chunk"), [(True, "ChunkAt"), (False, "Chunk")])
+@pytest.mark.parametrize(("same_host", "chunk"), [(True, "ChunksAt"), (False, "Chunk")])
 def test_every_message_of_a_stream_was_translated(
     same_host: bool, chunk: str, tmp_path: Path
 ) -> None:

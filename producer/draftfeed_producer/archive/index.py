@@ -18,7 +18,7 @@ from draftfeed_producer.archive.opened import Opened, OpenSegments
 from draftfeed_producer.archive.roots import Roots, describe_archive
 from draftfeed_producer.archive.sealed import INDEX, SEGMENT, Head, read_index, read_line
 from draftfeed_producer.errors import ArchiveDamaged, ArchiveError, ArchiveGone
-from draftfeed_producer.spool.segments import Place, Record, is_whole
+from draftfeed_producer.spool.segments import Places, Record, is_whole
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -141,13 +141,15 @@ class Archive:
         with self._lock:
             return self._unread_because if id.in_epoch(0) in self._unread else None
 
-    def frame_place(self, id: SampleId, index: int) -> Place | None:
-        """Where `read_chunk` reads that chunk; None when it would not give it either."""
+    def places(self, id: SampleId, index: int, count: int) -> Places | None:
+        """Where `read_chunk` reads that chunk and those behind it; None when it would not give it
+        either."""
         found = self._find(id)
         if found is None or index >= len(found[0].chunks):
             return None
         record, opened = found
-        return Place(opened.path.with_suffix(SEGMENT), *record.chunks[index])
+        path = opened.path.with_suffix(SEGMENT)
+        return Places(path, record.chunks[index : index + count])
 
     def read_ahead(self, id: SampleId) -> None:
         """Have the kernel fetch all of a sample, whose chunks will be asked for one by one: the

@@ -10,7 +10,7 @@ from draftfeed_producer.archive.archiver import Archiver
 from draftfeed_producer.archive.index import Archive, ArchiveStatistics
 from draftfeed_producer.spool import Spool, SpoolConfig
 from draftfeed_producer.spool.control import Regenerated
-from draftfeed_producer.spool.segments import Place, Record, Segment, is_whole
+from draftfeed_producer.spool.segments import Places, Record, Segment, is_whole
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.ids import IdSet, SampleId, Shards
 from draftfeed_proto.sample import SampleHeader
@@ -108,10 +108,10 @@ class ArchivedSpool(Spool):
             raise KeyError(id)
         return b""
 
-    def frame_place(self, id: SampleId, index: int) -> Place | None:
+    def places(self, id: SampleId, index: int, count: int) -> Places | None:
         if self._is_here(id):
-            return super().frame_place(id, index)
-        return self.archive.frame_place(id, index) if self._stays(id) else None
+            return super().places(id, index, count)
+        return self.archive.places(id, index, count) if self._stays(id) else None
 
     def _is_here(self, id: SampleId) -> bool:
         with self._samples.changed:

@@ -17,7 +17,7 @@ from draftfeed_producer.spool.fresh import Fresh
 from draftfeed_producer.spool.segments import (
     Damage,
     HeaderOf,
-    Place,
+    Places,
     Record,
     Segment,
     is_whole,
@@ -129,9 +129,9 @@ class Samples:
     def _stored_chunk(self, record: Record, index: int) -> bytes:
         return self._segments[record.segment].read_chunk(record, index)
 
-    def frame_place(self, id: SampleId, index: int) -> Place:
+    def places(self, id: SampleId, index: int, count: int) -> Places:
         record = self._records[id]
-        return self._segments[record.segment].frame_place(record, index)
+        return self._segments[record.segment].places(record, index, count)
 
     def whole(self, id: SampleId) -> bool:
         if id not in self._records:

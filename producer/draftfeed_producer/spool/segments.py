@@ -45,12 +45,12 @@ class Record(msgspec.Struct, frozen=True):
         return self.segment, self.chunks[0][0] - entries.HEADER_BYTES
 
 
-class Place(NamedTuple):
-    """Where a frame lies, for whoever reads it himself."""
+class Places(NamedTuple):
+    """Where frames lie, for whoever reads them himself."""
 
     path: Path
-    offset: int
-    bytes: int
+    frames: tuple[tuple[int, int], ...]
+    """(offset, bytes)"""
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -168,8 +168,8 @@ class Segment:
             logger.error("%s: byte %d cannot be read: %s", self.path, offset, error.strerror)
             return b""
 
-    def frame_place(self, record: Record, index: int) -> Place:
-        return Place(self.path, *record.chunks[index])
+    def places(self, record: Record, index: int, count: int) -> Places:
+        return Places(self.path, record.chunks[index : index + count])
 
     def seal(self) -> None:
         """Nothing is appended any more: what lies behind goes back to the disk."""

@@ -24,7 +24,7 @@ from draftfeed_producer.spool.directory import (
 )
 from draftfeed_producer.spool.fresh import FRESH_BYTES
 from draftfeed_producer.spool.samples import AHEAD_BYTES, Samples
-from draftfeed_producer.spool.segments import Damage, Place, Record, Segment
+from draftfeed_producer.spool.segments import Damage, Places, Record, Segment
 from draftfeed_producer.spool.space import Space
 from draftfeed_proto.descriptor import Descriptor
 from draftfeed_proto.encoder import Encoder
@@ -161,10 +161,10 @@ class Spool:
         """Raises KeyError when the sample is not here."""
         return self._samples.read_chunk(id, index)
 
-    def frame_place(self, id: SampleId, index: int) -> Place | None:
-        """Where the chunk lies; None when it is to be had from `read_chunk` only. Raises KeyError
-        when the sample is not here."""
-        return self._samples.frame_place(id, index)
+    def places(self, id: SampleId, index: int, count: int) -> Places | None:
+        """Where the chunk lies, and those behind it, so many in all at most; None when it is to be
+        had from `read_chunk` only. Raises KeyError when the sample is not here."""
+        return self._samples.places(id, index, count)
 
     def read_ahead(self, id: SampleId) -> None:
         """The sample's chunks are asked for soon. What the spool holds was written here not long
