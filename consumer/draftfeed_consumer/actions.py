@@ -90,6 +90,10 @@ class Ended(NamedTuple):
     """Every producer has delivered everything it has for us, and it was received."""
 
 
+class EndWithdrawn(NamedTuple):
+    """A producer offers more after all. Comes before it is asked for any of that."""
+
+
 class Finished(NamedTuple):
     """Every prompt of every producer is terminal: nothing more is needed of us."""
 
@@ -110,6 +114,7 @@ Action = (
     | Acknowledged
     | CheckpointWanted
     | Ended
+    | EndWithdrawn
     | Finished
     | Fail
 )

@@ -109,7 +109,6 @@ class Buffer:
         with self._changed:
             self._reserved_bytes -= size_of(sample)
             self._ready.append(sample)
-            self._ended = False  # a sample that somebody gave back comes after the end
             self._arrived_at = time.monotonic()
             self._changed.notify_all()
 
@@ -127,6 +126,11 @@ class Buffer:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+
+    def reopen(self) -> None:
+        """More will come after all: what somebody gave back."""
+        with self._changed:
+            self._ended = False
 
     def fail(self, error: Exception) -> None:
         """`take` raises this from now on."""

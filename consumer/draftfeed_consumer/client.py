@@ -22,6 +22,7 @@ from draftfeed_consumer.actions import (
     Deliver,
     Drop,
     Ended,
+    EndWithdrawn,
     Fail,
     Finished,
     Leave,
@@ -444,6 +445,8 @@ class Client:
                     self.granted.set()
                 case Ended():
                     self._buffer.end()
+                case EndWithdrawn():
+                    self._buffer.reopen()
                 case Acknowledged():
                     self._note_acknowledged(action.number)
                 case CheckpointWanted():

@@ -13,6 +13,7 @@ from draftfeed_consumer.actions import (
     Closing,
     Deliver,
     Ended,
+    EndWithdrawn,
     Fail,
     Finished,
     Identity,
@@ -152,7 +153,9 @@ class Membership(Attachment):
         message: m.Offer | m.Begin | m.Chunk | m.ChunksAt | m.EndOfSamples,
         frames: Payload | None,
     ) -> list[Action]:
+        withdrawn: list[Action] = []
         if isinstance(message, m.Offer):
+            withdrawn = [EndWithdrawn()] if self._ended and not self.draining else []
             self._ended = False
             if self.draining:
                 return []
@@ -163,7 +166,7 @@ class Membership(Attachment):
             Say(peer.address, a.message) if isinstance(a, Reply) else Deliver(a.sample)
             for a in answers
         ]
-        return [*actions, *self.grant(), *self._end()]
+        return [*withdrawn, *actions, *self.grant(), *self._end()]
 
     def grant(self) -> list[Action]:
         """Ask for samples while there is room, of the producer that gave least so far."""

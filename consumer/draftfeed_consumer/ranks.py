@@ -107,20 +107,38 @@ class Ranks:
         have_batch: bool,
         began: tuple[int, int] = (0, 0),
         *,
-        more: bool = False,
+        more: Callable[[], bool] = lambda: False,
         checkpoint: bool = False,
         draining: bool = False,
     ) -> Agreement:
         """Before each step: whether all take it, so that no rank waits for ever in the gradients'
         all-reduce for one that has run out of samples.
 
-        began: (term, number) of the checkpoint that this rank loaded. more: it has no batch now,
-        but its stream has not ended.
+        began: (term, number) of the checkpoint that this rank loaded. more: whether its stream has
+        not ended; asked when it has no batch.
+
+        The end is voted on twice. Between the votes of two ranks, what the later one had refused
+        may have been offered to the earlier one. That is known to whoever got the offer before the
+        other one can be told that nothing is left, so that the second vote finds it.
 
         Raises StateError when they began differently: what one of them takes for trained is then
         not in the weights of another.
         """
-        flags = [have_batch, more, checkpoint, draining]
+        agreed = self._vote(have_batch, began, more, checkpoint=checkpoint, draining=draining)
+        if agreed.over and not agreed.draining:
+            agreed = self._vote(False, began, more, checkpoint=checkpoint, draining=draining)
+        return agreed
+
+    def _vote(
+        self,
+        have_batch: bool,
+        began: tuple[int, int],
+        more: Callable[[], bool],
+        *,
+        checkpoint: bool,
+        draining: bool,
+    ) -> Agreement:
+        flags = [have_batch, not have_batch and more(), checkpoint, draining]
         *agreed, term, less_term, number, less_number = self._largest(
             [*map(int, flags), began[0], -began[0], began[1], -began[1]]
         )
@@ -129,8 +147,8 @@ class Ranks:
                 f"the ranks began with different checkpoints, rank {self.rank} with number "
                 f"{began[1]} of term {began[0]}; let the first one choose, for all"
             )
-        step, more, checkpoint, draining = map(bool, agreed)
-        return Agreement(step, checkpoint, draining, over=not step and (draining or not more))
+        step, any_more, checkpoint, draining = map(bool, agreed)
+        return Agreement(step, checkpoint, draining, over=not step and (draining or not any_more))
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)

@@ -247,9 +247,12 @@ class HiddenStateStream(torch.utils.data.IterableDataset[Item]):
         if self._ranks is None:
             over = not have_batch and (draining or self._buffer.ended)
             return Agreement(have_batch, wanted, draining, over)
-        more = not have_batch and not self._buffer.ended
         agreed = self._ranks.agree(
-            have_batch, self._ledger.began, more=more, checkpoint=wanted, draining=draining
+            have_batch,
+            self._ledger.began,
+            more=lambda: not self._buffer.ended,
+            checkpoint=wanted,
+            draining=draining,
         )
         if agreed.draining:
             self.drain()

@@ -40,8 +40,8 @@ def wishes(ranks: Ranks) -> object:
     seen = [
         ranks.agree(True, checkpoint=second),
         ranks.agree(True, draining=second),
-        ranks.agree(False, more=second),
-        ranks.agree(False, more=second, draining=second),
+        ranks.agree(False, more=lambda: second),
+        ranks.agree(False, more=lambda: second, draining=second),
     ]
     return [list(agreed) for agreed in seen]
 

@@ -208,9 +208,11 @@ def test_sample_that_comes_after_the_end_is_yielded() -> None:
     room = buffer(4)
     room.end()
     assert room.ended
-    fill(room, range(1))
+    room.reopen()
     assert not room.ended
+    fill(room, range(1))
     room.end()
+    assert not room.ended
     assert drain(room) == [0]
 
 

@@ -17,6 +17,7 @@ from harness import Producer, consuming, producing, relaying
 from waiting import eventually
 
 CHILD = Path(__file__).parent / "rank_child.py"
+REFUSING = Path(__file__).parent / "late_refusal_child.py"
 A, B = range(16), range(16, 32)
 """Ordinals of the first two shards."""
 
@@ -144,21 +145,28 @@ def test_old_checkpoint_needs_the_word_rollback_and_is_given_its_samples_again(
             assert len(train(third)) == 4
 
 
-def run_ranks(producers: list[Producer], checkpoint: Path, ranks: int) -> list[dict[str, Any]]:
-    """What each rank printed at its end."""
+def environments(ranks: int) -> list[dict[str, str]]:
+    """Of the processes of a group."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    addresses = ",".join(producer.address for producer in producers)
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    # What is beside these tests, in the other directories, they find too.
+    common |= {"PYTHONPATH": os.pathsep.join(sys.path), "WORLD_SIZE": str(ranks)}
+    return [os.environ | common | {"RANK": str(rank)} for rank in range(ranks)]
+
+
+def run_ranks(producers: list[Producer], checkpoint: Path, ranks: int) -> list[dict[str, Any]]:
+    """What each rank printed at its end."""
+    addresses = ",".join(producer.address for producer in producers)
     children = [
         subprocess.Popen(
             [sys.executable, str(CHILD), addresses, str(checkpoint)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | common | {"RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            env=environment,
         )
-        for rank in range(ranks)
+        for environment in environments(ranks)
     ]
     try:
         outputs = [child.communicate(timeout=100) for child in children]
@@ -189,3 +197,33 @@ def test_ranks_share_the_samples_and_stop_on_one_step(
         assert first.server.all_terminal.wait(20)
         assert second.server.all_terminal.wait(20)
         assert len(first.spool.committed) + len(second.spool.committed) == 147
+
+
+def test_sample_that_another_rank_refuses_after_all_was_trained_here_is_trained_too(
+    tmp_path: Path,
+) -> None:
+    """A rank that has voted for the end was given it, all of them ended, and the producer waited
+    for it for ever."""
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(2))
+        producer.server.finish()
+        trains, refuses = (
+            subprocess.Popen(
+                [sys.executable, str(REFUSING), producer.address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for environment in environments(2)
+        )
+        assert trains.stdout is not None
+        try:
+            assert json.loads(trains.stdout.readline()) == "at its end"
+            outputs = [refuses.communicate("refuse\n", 60)[0], trains.communicate(timeout=60)[0]]
+        finally:
+            for child in (trains, refuses):
+                child.kill()
+    said = [json.loads(line) for line in "".join(outputs).splitlines()]
+    assert "over" in said
+    assert sorted(said[-1]) == [0, 1]
