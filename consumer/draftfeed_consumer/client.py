@@ -34,6 +34,7 @@ from draftfeed_consumer.errors import ConsumerError, StreamClosed
 from draftfeed_consumer.ledger import Ledger, LedgerState
 from draftfeed_consumer.line import Line
 from draftfeed_consumer.link import Link, LinkDown
+from draftfeed_consumer.local import Unreachable
 from draftfeed_consumer.membership import Membership
 from draftfeed_consumer.reception import Payload
 from draftfeed_consumer.statistics import ClientStatistics, ProducerStatistics
@@ -50,7 +51,7 @@ POLL_MS = 200
 CONNECTING_POLL_MS = 50
 TEND_SECONDS = 0.05
 MESSAGES_AT_ONCE, BYTES_AT_ONCE = 64, 64 << 20
-"""Of one producer, before the others have their turn."""
+"""Of one producer, before the others have their turn; it may be one message more."""
 GOODBYE_SECONDS = 0.2
 MAX_IO_THREADS = 4
 """ZeroMQ's: one that resolves a name must not hold up the other links."""
@@ -339,15 +340,10 @@ class Client:
 
     def _read(self, member: Membership, line: Line) -> None:
         """What was said before a link went down is read first."""
-        left_bytes = BYTES_AT_ONCE
         try:
-            for _ in range(MESSAGES_AT_ONCE):
-                if left_bytes <= 0 or line.link is None or (got := line.link.receive()) is None:
-                    break
-                message, payload = got[0], self._beside(line, *got[:2])
-                left_bytes -= self._count(line, message, payload, got[2])
-                self._perform(member.received(line.address, message, payload))
-            if line.link is not None and line.link.check() and not line.linked:
+            all_read = self._read_on(member, line)
+            # Whether it is up is asked when all was read: what came before the end counts.
+            if all_read and line.link is not None and line.link.check() and not line.linked:
                 line.up(time.monotonic())
                 self._perform(member.linked(line.address))
         except (LinkDown, ProtoError) as error:
@@ -357,6 +353,19 @@ class Client:
             where = ", on this host" if line.same_host else ""
             logger.info("attached to %s, term %d%s", line.address, term, where)
             line.attach()
+
+    def _read_on(self, member: Membership, line: Line) -> bool:
+        """Whether nothing more is there, for now or for good."""
+        left_bytes = BYTES_AT_ONCE
+        for _ in range(MESSAGES_AT_ONCE):
+            if line.link is None or (got := line.link.receive()) is None:
+                return True
+            message, payload = got[0], self._beside(line, *got[:2])
+            left_bytes -= self._count(line, message, payload, got[2])
+            self._perform(member.received(line.address, message, payload))
+            if left_bytes <= 0:
+                break
+        return False
 
     def _beside(
         self, line: Line, message: m.FromProducer, frame: memoryview | None
@@ -374,7 +383,7 @@ class Client:
         self, line: Line, message: m.FromProducer, frames: Payload | None, wire_bytes: int
     ) -> int:
         """Returns the bytes that came. What is read from a file counts as if it had been sent."""
-        encoded_bytes = sum(map(len, frames or ()))
+        encoded_bytes = sum(len(one) for one in frames or () if not isinstance(one, Unreachable))
         wire_bytes += encoded_bytes if isinstance(message, m.ChunksAt) else 0
         line.wire_bytes += wire_bytes
         counts = self._counts

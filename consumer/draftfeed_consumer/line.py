@@ -69,15 +69,14 @@ class Line:
     def frames_at(self, message: m.ChunksAt) -> Sequence[Placed]:
         """What it speaks of. Where that is out of reach the sample is refused, and the rest of the
         session comes over the connection."""
-        unreachable = [Unreachable(size) for _, size in message.places]
-        if self._files is None:
-            return unreachable
-        try:
-            return self._files.at(message)
-        except HandoverLost as error:
-            logger.warning("%s: %s; its samples come over the network now", self.address, error)
-            self._forget_files()
-            return unreachable
+        if self._files is not None:
+            try:
+                return self._files.at(message)
+            except HandoverLost as error:
+                words = "its samples come over the network now"
+                logger.warning("%s: %s; %s", self.address, error, words)
+                self._forget_files()
+        return [Unreachable(size) for _, size in message.places]
 
     def check_files(self) -> None:
         """A chunk came over the connection: has the producer ended the handover?"""

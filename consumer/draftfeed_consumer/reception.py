@@ -169,8 +169,7 @@ class Reception:
     ) -> list[Reply | Received]:
         if not frames:
             raise MalformedMessage("a chunk without its frame")
-        if isinstance(message, m.Chunk):  # what lies in a file is not on its way
-            self._received_bytes += sum(map(len, frames))
+        self._received_bytes += max(map(len, frames))
         assembler = self._assembler
         if assembler is None or assembler.header.id != message.id:
             return [*self.renew_credit()]  # the rest of a sample already refused

@@ -220,8 +220,8 @@ class Delivery:
     def next_chunk(self, sender: bytes, place: Place = nowhere) -> list[Action]:
         return self._out.next_chunk(sender, place)
 
-    def sent(self, sender: bytes, frame_bytes: int) -> None:
-        self._out.sent(sender, frame_bytes)
+    def sent(self, sender: bytes, credit_bytes: int) -> None:
+        self._out.sent(sender, credit_bytes)
 
     # handshake
 

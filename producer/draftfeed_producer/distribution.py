@@ -1,7 +1,7 @@
 """Handing samples out: offers, chunks as credit allows, and the end. No I/O."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from draftfeed_producer.fencing import Fencing
 from draftfeed_producer.session import Action, Member, Send, SendChunk, Session
@@ -17,12 +17,21 @@ MAX_UNCOMMITTED_SAMPLES = 1 << 15
 """Trained, and in no checkpoint: a crash loses them, their headers are kept here, and a member
 that attaches again names each. Its message would have room for about four times as many."""
 
-Place = Callable[[str, SampleId, int], tuple[int, list[tuple[int, int]]] | None]
-"""(session, sample, index of a chunk) -> (number of a file in that session, (offset, bytes) of the
-chunk and of some behind it), for a member that reads them itself; None: the chunk is to be sent."""
+
+class Handed(NamedTuple):
+    """Where chunks of a sample lie, for a member that reads them itself."""
+
+    file: int
+    """Its number in the member's session."""
+    places: tuple[tuple[int, int], ...]
+    """(offset, bytes) of some chunks that follow each other."""
 
 
-def nowhere(session: str, id: SampleId, index: int) -> None:
+Place = Callable[[Session, SampleId, int], Handed | None]
+"""Where a chunk of this index lies, and those behind it; None: it is to be sent."""
+
+
+def nowhere(session: Session, id: SampleId, index: int) -> None:
     """For members of other hosts."""
 
 
@@ -67,8 +76,7 @@ class Distribution:
         return "no_credit" if any(session.offered for session in live) else None
 
     def next_chunk(self, sender: bytes, place: Place = nowhere) -> list[Action]:
-        """The next chunk to send to a member, if credit allows one; or where the next ones lie,
-        which takes no credit."""
+        """The next chunk to send to a member, if credit allows one; or where the next ones lie."""
         member = self.fencing.attached.get(sender)
         session = member.live if member else None
         if member is None or session is None:
@@ -78,37 +86,36 @@ class Distribution:
             session.given += 1
             session.sending = (id, 0)
             return [self.send(session, m.Begin, header=self.stock[id])]
-        if session.sending is None:
+        if session.sending is None or session.sent_bytes >= session.credit_bytes:
             return []
         id, index = session.sending
-        term, chunks = self.fencing.number, self.stock[id].chunks
-        place = nowhere if id in session.refused_places else place
-        if (found := place(session.name, id, index)) is not None:
-            session.placed.add(id)
-            file, places = found[0], found[1][: chunks - index]
-            told = SendChunk(
-                sender,
-                m.ChunksAt(
-                    term=term, session=session.name, id=id, index=index, file=file, places=places
-                ),
-            )
-            behind = index + len(places)
-        elif session.sent_bytes < session.credit_bytes:
-            told = SendChunk(sender, m.Chunk(term=term, session=session.name, id=id, index=index))
-            behind = index + 1
-        else:
-            return []
-        session.sending = (id, behind) if behind < chunks else None
-        if session.sending is not None:
-            return [told]
-        member.received.add(id)
-        return [told, *self.endings()]
+        refused = id in session.refused_places
+        handed = None if refused else place(session, id, index)
+        chunk = self._chunk(session, id, index, handed)
+        behind = index + (1 if isinstance(chunk, m.Chunk) else len(chunk.places))
+        last = behind == self.stock[id].chunks
+        session.sending = None if last else (id, behind)
+        if last:
+            member.received.add(id)
+        return [SendChunk(sender, chunk), *(self.endings() if last else [])]
 
-    def sent(self, sender: bytes, frame_bytes: int) -> None:
-        """A chunk, with its bytes."""
+    def _chunk(
+        self, session: Session, id: SampleId, index: int, handed: Handed | None
+    ) -> m.Chunk | m.ChunksAt:
+        term, name = self.fencing.number, session.name
+        if handed is None:
+            return m.Chunk(term=term, session=name, id=id, index=index)
+        session.placed.add(id)
+        places = handed.places[: self.stock[id].chunks - index]
+        return m.ChunksAt(
+            term=term, session=name, id=id, index=index, file=handed.file, places=places
+        )
+
+    def sent(self, sender: bytes, credit_bytes: int) -> None:
+        """credit_bytes: what it takes of the member's credit."""
         member = self.fencing.attached.get(sender)
         if member is not None and member.session is not None:
-            member.session.sent_bytes += frame_bytes
+            member.session.sent_bytes += credit_bytes
 
     def offers(self) -> list[Action]:
         """New offers to whoever has few; and the end, when there is nothing to offer."""

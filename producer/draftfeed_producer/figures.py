@@ -30,11 +30,12 @@ class DeliveryFigures(NamedTuple):
     swaps: int = 0
     """Consumers that took the stream from one that was attached, with --takeover."""
     sent_bytes: tuple[tuple[str, int], ...] = ()
-    """By member, frames handed to ZeroMQ."""
+    """By member, frames handed to ZeroMQ, or told of where it reads them itself."""
     sent_logical_bytes: tuple[tuple[str, int], ...] = ()
     """By member, the hidden states in those, decoded."""
     credit_bytes: tuple[tuple[str, int], ...] = ()
-    """By member that has a session: encoded, what it may be sent and was not."""
+    """By member that has a session: encoded, what it may be sent and was not. Where it reads files
+    a message counts for its largest chunk."""
     wait_seconds: tuple[tuple[str, float], ...] = (("no_credit", 0.0), ("link_full", 0.0))
     """By what samples waited for."""
 

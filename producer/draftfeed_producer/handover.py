@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from draftfeed_producer.sparing import Sparing
 from draftfeed_proto.limits import FILE_NUMBER_BYTES, MAX_LOCAL_FILES, MAX_NAME_CHARS
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ class Handover:
         """By session."""
         self._lost = False
         """One of them has gone since the last look."""
+        self._unopened = Sparing(logger)
         name = f"draftfeed-{secrets.token_hex(16)}"
         self._listener = _listener(name) if on else None
         if self._listener is not None:
@@ -97,7 +99,10 @@ class Handover:
             return None
         try:
             return member.number(path)
-        except (BlockingIOError, FileNotFoundError):
+        except BlockingIOError:
+            return None
+        except _Unopened as error:
+            self._unopened.warn(f"{path} is sent, and not handed over: {error}")
             return None
         except OSError as error:
             logger.warning("a member on this host takes no more files: %s", error.strerror)
@@ -116,6 +121,10 @@ class Handover:
         self._listener = None
 
 
+class _Unopened(Exception):
+    """A file cannot be opened here, which says nothing about the member."""
+
+
 class _Member:
     """The files of one session, in the order of their numbers: so both ends forget the same."""
 
@@ -125,7 +134,8 @@ class _Member:
         self._next = 0
 
     def number(self, path: Path) -> int:
-        """Raises OSError; BlockingIOError when it has not taken what it was handed before."""
+        """Raises OSError; BlockingIOError when it has not taken what it was handed before, and
+        _Unopened."""
         with suppress(BlockingIOError):
             self._link.recv(1)  # it says nothing more: there is something when it has closed
             raise ConnectionResetError(0, "it has closed the socket")
@@ -136,7 +146,10 @@ class _Member:
         return self._numbers[path]
 
     def _hand_over(self, path: Path) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _Unopened(error.strerror) from error
         try:
             socket.send_fds(self._link, [self._next.to_bytes(FILE_NUMBER_BYTES, "little")], [fd])
         finally:

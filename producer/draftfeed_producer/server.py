@@ -23,6 +23,7 @@ from draftfeed_producer.archive.shelf import Shelf
 from draftfeed_producer.asset_desk import AssetDesk, Piece
 from draftfeed_producer.attempts import Attempts
 from draftfeed_producer.delivery import Delivery
+from draftfeed_producer.distribution import Handed
 from draftfeed_producer.figures import DeliveryFigures, Figures
 from draftfeed_producer.listener import LINGER_MS, Listener
 from draftfeed_producer.session import (
@@ -30,6 +31,7 @@ from draftfeed_producer.session import (
     Regenerate,
     Send,
     SendChunk,
+    Session,
     Store,
     StoreCommit,
     StoreSuspects,
@@ -87,7 +89,8 @@ class ServerStatistics(NamedTuple):
     term: int
     leased: int
     wire_bytes: int
-    """Frames handed to ZeroMQ since the process began."""
+    """Frames handed to ZeroMQ, and those that members of this host were told of, since the process
+    began."""
     backlog: int
     """Messages waiting for the member to read."""
     asset_bytes: int
@@ -396,7 +399,7 @@ class Server:
         self._asset_bytes += len(piece.data)
 
     def _pump(self) -> None:
-        """Send what credit and the socket take, a chunk to each member in turn, until it is time
+        """Send what credit and the socket take, a message to each member in turn, until it is time
         to look at what has come."""
         until = time.monotonic() + SEND_SECONDS
         attached = self._delivery.fencing.attached
@@ -537,20 +540,16 @@ class Server:
                 self._spool.void(action.id, action.reason)
 
     def _send_chunk(self, action: SendChunk) -> None:
-        chunk = action.message
+        """Unless it ended, or is made again, while it waited here: a later one would look the
+        same. Raises zmq.Again."""
+        chunk, kept = action.message, self._unsent.pop(action, None)
         if chunk.id not in self._delivery.stock:
-            # It ended, or is made again, while it waited here; a later one would look the same.
-            self._unsent.pop(action, None)
             return
         if isinstance(chunk, m.ChunksAt):
-            if chunk.index == 0:
-                self._read_ahead(action.sender)
-            read_bytes = sum(size for _, size in chunk.places)
-            if self._send(action.sender, [m.encode(chunk)], read_bytes):
-                self._count_chunks(action.sender, chunk, len(chunk.places))
+            self._send_places(action.sender, chunk)
             return
         try:
-            frame = self._unsent.pop(action, None) or self._read_chunk(action)
+            frame = kept or self._spool.read_chunk(chunk.id, chunk.index)
         except KeyError:  # it became terminal while it waited here
             return
         try:
@@ -562,33 +561,34 @@ class Server:
             self._delivery.sent(action.sender, len(frame))
             self._count_chunks(action.sender, chunk, 1)
 
-    def _place(
-        self, session: str, id: SampleId, index: int
-    ) -> tuple[int, list[tuple[int, int]]] | None:
-        """See `distribution.Place`. The file is handed over when the member has not got it."""
-        if session not in self._handover:
-            return None
-        places = self._spool.places(id, index, MAX_PLACES)
-        number = places and self._handover.number(session, places.path)
-        return None if places is None or number is None else (number, list(places.frames))
+    def _send_places(self, sender: bytes, chunks: m.ChunksAt) -> None:
+        """Raises zmq.Again."""
+        sizes = [size for _, size in chunks.places]
+        if self._send(sender, [m.encode(chunks)], read_bytes=sum(sizes)):
+            self._delivery.sent(sender, max(sizes))
+            self._count_chunks(sender, chunks, len(sizes))
 
-    def _read_chunk(self, action: SendChunk) -> bytes | memoryview:
-        if action.message.index == 0:
-            self._read_ahead(action.sender)
-        return self._spool.read_chunk(action.message.id, action.message.index)
+    def _place(self, session: Session, id: SampleId, index: int) -> Handed | None:
+        """See `distribution.Place`. The file is handed over when the member has not got it."""
+        if index == 0:
+            for behind in islice(session.granted, 1):
+                self._spool.read_ahead(behind)
+        if session.name not in self._handover:
+            return None
+        try:
+            found = self._spool.places(id, index, MAX_PLACES)
+        except KeyError:  # it is not to be had: who reads it is told so
+            return None
+        if found is None or not found.frames:
+            return None
+        number = self._handover.number(session.name, found.path)
+        return None if number is None else Handed(number, found.frames)
 
     def _keep_unsent(self, action: SendChunk, frame: bytes | memoryview) -> None:
         """Where the link is full it is tried again at once, and would be read again each time."""
         self._unsent[action] = frame
         if len(self._unsent) > MAX_UNSENT:
             del self._unsent[next(iter(self._unsent))]
-
-    def _read_ahead(self, sender: bytes) -> None:
-        """What a member is to get behind the sample that begins."""
-        member = self._delivery.fencing.attached.get(sender)
-        if member is not None and member.session is not None:
-            for id in islice(member.session.granted, 1):
-                self._spool.read_ahead(id)
 
     def _count_chunks(self, sender: bytes, chunk: m.Chunk | m.ChunksAt, count: int) -> None:
         member, stock = self._delivery.fencing.attached.get(sender), self._delivery.stock

@@ -28,7 +28,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Members = Annotated[int, msgspec.Meta(ge=1, le=MAX_MEMBERS)]
 FrameBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_FRAME_BYTES)]
 Places = Annotated[
-    list[tuple[Count, FrameBytes]], msgspec.Meta(min_length=1, max_length=MAX_PLACES)
+    tuple[tuple[Count, FrameBytes], ...], msgspec.Meta(min_length=1, max_length=MAX_PLACES)
 ]
 PieceBytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_ASSET_PIECE_BYTES)]
 

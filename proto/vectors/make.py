@@ -173,7 +173,7 @@ def messages() -> list[dict[str, Any]]:
         ("full", m.Chunk(**here, id=id, index=1)),
         (
             "full",
-            m.ChunksAt(**here, id=id, index=1, file=2, places=[(1 << 32, 4096), (1 << 33, 1)]),
+            m.ChunksAt(**here, id=id, index=1, file=2, places=((1 << 32, 4096), (1 << 33, 1))),
         ),
         ("full", m.Committed(**here, number=3)),
         ("full", m.EndOfSamples(**here, refused=2)),

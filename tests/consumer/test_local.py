@@ -29,7 +29,7 @@ def ends() -> Iterator[tuple[socket.socket, LocalFiles]]:
 
 
 def at(files: LocalFiles, file: int, offset: int = 0, size: int = 4) -> FrameAt:
-    places = [(offset, size)]
+    places = ((offset, size),)
     message = m.ChunksAt(term=1, session="s", id=ID, index=0, file=file, places=places)
     (frame,) = files.at(message)
     return frame

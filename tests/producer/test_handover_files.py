@@ -60,9 +60,11 @@ def test_file_that_was_handed_over_for_nothing_does_not_part_the_ends(
             number = door.number("s", path)
             assert number is not None
             id = SampleId(DATASET, 0, 0, 0)
-            where = {"file": number, "places": [(0, 4)]}
+            places = ((0, 4),)
             buffer = bytearray(4)
-            (frame,) = files.at(m.ChunksAt(term=1, session="s", id=id, index=0, **where))
+            (frame,) = files.at(
+                m.ChunksAt(term=1, session="s", id=id, index=0, file=number, places=places)
+            )
             frame.read(0, memoryview(buffer))
             return bytes(buffer)
 

@@ -97,6 +97,12 @@ def test_every_type_comes_back(kind: type[m.Message], data: st.DataObject) -> No
     assert decode(m.encode(message)) == message
 
 
+@pytest.mark.parametrize("name", ["Chunk-full", "ChunksAt-full"])
+def test_what_is_said_of_chunks_can_be_a_key(name: str) -> None:
+    """The server keeps unsent frames by it, and died of one that could not."""
+    assert len({read(MESSAGES[name]), read(MESSAGES[name])}) == 1
+
+
 def test_the_two_directions_share_no_type() -> None:
     assert not {kind.__name__ for kind in FROM_MEMBER} & {kind.__name__ for kind in FROM_PRODUCER}
     with pytest.raises(MalformedMessage, match="Chunk"):

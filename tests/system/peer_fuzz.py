@@ -345,7 +345,7 @@ class ClientWorld:
         head = header_of(made, chunks=len(frames), encoded_bytes=size, audit=True)
         placed: Any = [Lying(frame), *map(Lying, map(memoryview, frames[index + 1 :]))]
         placed = placed[: rng.randrange(1, 9)]
-        where = [(source.number(), len(one) or 1) for one in placed]
+        where = tuple((source.number(), len(one) or 1) for one in placed)
         at: Any = {"id": made.id, "index": index, "file": source.number(), "places": where}
         makers: list[Callable[[], tuple[m.Message, Payload | None]]] = [
             lambda: (m.Offer(**mine, samples=[(made.id, SIZE)]), None),

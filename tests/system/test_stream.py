@@ -2,6 +2,8 @@
 
 import os
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 from chaos.relay import Relay
+from draftfeed_consumer import client
 from draftfeed_consumer.buffer import BufferConfig
+from draftfeed_consumer.client import ClientConfig
 from draftfeed_consumer.collate import Collator
 from draftfeed_consumer.errors import (
     BufferTooSmall,
@@ -21,9 +25,10 @@ from draftfeed_consumer.errors import (
     StreamLost,
     StreamRefused,
 )
-from draftfeed_consumer.stream import HiddenStateStream
+from draftfeed_consumer.stream import HiddenStateStream, StreamConfig
 from draftfeed_proto.descriptor import Expectation
 from draftfeed_proto.ids import IdSet
+from draftfeed_proto.sample import Sample
 from harness import consuming, producing, relaying
 from samples import DESCRIPTOR, sample
 from waiting import eventually
@@ -357,6 +362,34 @@ def test_orderly_shutdown_is_named_with_its_reason(tmp_path: Path) -> None:
             producer.server.close("maintenance")
             with pytest.raises(ProducerClosing, match="maintenance"):
                 next(iterator)
+
+
+def test_shutdown_behind_more_than_is_read_at_once_is_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection was found gone, and what lay unread before its end was dropped."""
+    monkeypatch.setattr(client, "BYTES_AT_ONCE", 1)
+    came, go_on = threading.Event(), threading.Event()
+
+    def observe(_: Sample) -> None:
+        came.set()
+        assert go_on.wait(20)
+
+    with producing(tmp_path / "spool") as producer:
+        producer.generate(range(4))
+        link = ClientConfig(addresses=(producer.address,), lost_after_seconds=0.3)
+        with (
+            closing(HiddenStateStream(StreamConfig(producer=link), observe)) as stream,
+            ThreadPoolExecutor(1) as trainer,
+        ):
+            training = trainer.submit(train, stream)
+            assert came.wait(20)
+            delivery = producer.server.statistics
+            eventually(lambda: delivery().leased == 4 and not delivery().backlog, "all is sent")
+            producer.server.close("maintenance")
+            go_on.set()
+            with pytest.raises(ProducerClosing, match="maintenance"):
+                training.result(30)
 
 
 def test_sample_larger_than_the_buffer_names_the_size_needed(tmp_path: Path) -> None:

@@ -103,7 +103,9 @@ class ArchivedSpool(Spool):
                 return left.segment.read_chunk(left.record, index)
         if self._stays(id):
             with suppress(KeyError):
-                return self.archive.read_chunk(id, index)
+                chunk = self.archive.read_chunk(id, index)
+                if self._stays(id):  # else it was read from another copy, which is of another
+                    return chunk
         if super().finished(id):
             raise KeyError(id)
         return b""
@@ -111,7 +113,8 @@ class ArchivedSpool(Spool):
     def places(self, id: SampleId, index: int, count: int) -> Places | None:
         if self._is_here(id):
             return super().places(id, index, count)
-        return self.archive.places(id, index, count) if self._stays(id) else None
+        places = self.archive.places(id, index, count) if self._stays(id) else None
+        return places if self._stays(id) else None  # as in `read_chunk`
 
     def _is_here(self, id: SampleId) -> bool:
         with self._samples.changed:

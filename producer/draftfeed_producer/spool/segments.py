@@ -160,7 +160,10 @@ class Segment:
 
     def read_chunk(self, record: Record, index: int) -> bytes:
         """What the disk will not give is as good as damaged: empty, so that whoever gets it refuses
-        it and the sample is generated again."""
+        it and the sample is generated again. So is what lies behind the last chunk: another record
+        than its header was taken from."""
+        if index >= len(record.chunks):
+            return b""
         offset, size = record.chunks[index]
         try:
             return os.pread(self._fd, size, offset)
@@ -169,6 +172,7 @@ class Segment:
             return b""
 
     def places(self, record: Record, index: int, count: int) -> Places:
+        """None of them behind the last chunk."""
         return Places(self.path, record.chunks[index : index + count])
 
     def seal(self) -> None:
