@@ -30,6 +30,8 @@ except TrainerError as error:
     sys.exit(str(error))
 """
 _RESOLVE_SECONDS = 60.0
+GAPS = 1.4
+"""Times its capacity that a buffer takes which is full of samples of many sizes."""
 CHECKPOINT_BYTES = 4 << 30
 """A few, of a drafter of several layers with its optimizer."""
 
@@ -65,6 +67,9 @@ def _buffer(capacity_bytes: int) -> Finding:
     found = f"{readable_bytes(available)} available, buffer {readable_bytes(capacity_bytes)}"
     if capacity_bytes > available:
         return fail("memory", found, "free -h; lower [buffer] capacity_bytes")
+    if GAPS * capacity_bytes > available:
+        found += f", which may take {GAPS} times as much when it is full"
+        return warn("memory", found, "free -h; lower [buffer] capacity_bytes")
     return ok("memory", found)
 
 

@@ -20,6 +20,7 @@ from draftfeed_deploy.doctor_disk import TEST_BYTES, write_test
 from draftfeed_deploy.doctor_network import holder_of
 from draftfeed_deploy.doctor_producer import PLUGIN
 from draftfeed_deploy.keygen import write_pair
+from draftfeed_producer.engines.sglang.memory import available_bytes
 from draftfeed_proto.codecs.packed import VARIABLE
 from ports import held_port
 from processes import Run
@@ -492,6 +493,14 @@ def test_what_a_consumer_cannot_run_with(
     assert doctor.code == 1
     assert doctor.said[check].level == "FAIL"
     assert says in doctor.said[check].found
+
+
+def test_buffer_that_fits_without_its_gaps_is_mentioned(ask: Callable[..., Doctor]) -> None:
+    """The kernel ended a consumer whose buffer was as large as what was left."""
+    capacity = round(available_bytes() * 0.85)
+    doctor = ask("consumer", f"buffer.capacity_bytes={capacity}")
+    assert doctor.said["memory"].level == "warn"
+    assert "1.4 times as much" in doctor.said["memory"].found
 
 
 @pytest.mark.parametrize(
