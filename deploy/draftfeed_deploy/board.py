@@ -208,6 +208,7 @@ def reading(now: ProducerSnapshot) -> Reading:
         captured=now.captured,
         generating_seconds=now.generating_seconds,
         deviation_tokens=deviation(now.response_lengths, tokens),
+        replayed=now.replayed,
     )
 
 

@@ -35,6 +35,8 @@ class Reading(NamedTuple):
     generating_seconds: float
     deviation_tokens: float
     """Standard deviation of the lengths of responses."""
+    replayed: int = 0
+    """Samples that came from the archive, or once more out of the spool."""
 
 
 class TooEarly(NamedTuple):
@@ -128,6 +130,8 @@ def _of_this_process(readings: Sequence[Reading]) -> Sequence[Reading]:
 
 def _too_early(readings: Sequence[Reading]) -> str | None:
     first, now = readings[0], readings[-1]
+    if now.replayed and not now.captured:
+        return f"{now.replayed} samples were made before and none now; only generating is forecast"
     if now.samples < LEAST_SAMPLES:
         return f"{now.samples} samples are finished; from {LEAST_SAMPLES} on there is a forecast"
     if now.generating_seconds < LEAST_SECONDS:

@@ -130,6 +130,7 @@ def reading(found: Scrape) -> Reading:
         captured=int(found.value(P + "captured_rows_total")),
         generating_seconds=found.value(P + "generating_seconds_total"),
         deviation_tokens=deviation(_lengths(found), tokens / samples) if samples else 0.0,
+        replayed=int(found.value(P + "replayed_samples_total")),
     )
 
 

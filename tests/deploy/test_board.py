@@ -91,6 +91,8 @@ def test_forecast_is_that_of_the_last_minutes() -> None:
     assert found.forecast.seconds == pytest.approx(162)
     assert found.forecast.latest is not None
     assert said(at(1)).too_early.startswith("10 samples are finished")
+    replay = produced(100.0, prompts=1000, spooled=40, replayed=40)
+    assert said(replay).too_early.startswith("40 samples were made before")
 
 
 def test_newer_and_older_documents_can_be_read() -> None:

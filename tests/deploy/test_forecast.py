@@ -178,6 +178,16 @@ def test_beginning_says_why_there_is_no_forecast() -> None:
     assert isinstance(together([run.outlook(200), early]), TooEarly)
 
 
+def test_replay_promises_no_forecast_from_some_sample_on() -> None:
+    """`draftfeed top` said of a replay that had served 1,292 of 1,344 samples that none was finished,
+    and that there is a forecast from 30 on."""
+    served = Reading(25.0, 1344, 1292, 0, 0, 0, 0.5, 0.0, replayed=1292)
+    early = forecast([served._replace(seconds=1.0, done=40, replayed=40), served])
+    assert isinstance(early, TooEarly)
+    assert early.why.startswith("1292 samples were made before")
+    assert "finished" not in early.why
+
+
 def test_first_to_finish_are_not_taken_for_all() -> None:
     """With many at a time the short ones are finished first, and promise an early end."""
     run = Producer(1500, lambda _: 2000.0, seed=7, at_a_time=512).run()

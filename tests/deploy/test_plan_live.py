@@ -196,6 +196,19 @@ def test_beginning_is_too_early_and_replaces_nothing(capsys: pytest.CaptureFixtu
     assert all(one["source"] != "measured" for one in found["plans"][0]["assumptions"].values())
 
 
+def test_replay_is_told_from_a_run_that_has_just_begun(capsys: pytest.CaptureFixture[str]) -> None:
+    """It never generates, so it never has the 30 samples that a forecast was promised from."""
+
+    def snapshot() -> ProducerSnapshot:
+        return produced(1.0, prompts=1344, spooled=1292, replayed=1292)
+
+    with shown(snapshot) as url:
+        assert main(["plan", "--for", "1", "--from", url]) == 0
+    words = capsys.readouterr().out
+    assert "1292 samples were made before and none now; only generating is forecast" in words
+    assert "samples are finished" not in words
+
+
 def test_run_that_stands_still_has_no_latest_end(capsys: pytest.CaptureFixture[str]) -> None:
     with shown(steady(5000, standing=True)) as url:
         assert planned(capsys, "--from", url)["running"]["forecast"]["latest"] is None
