@@ -55,6 +55,23 @@ def append_until_full(spool: Spool) -> int:
     raise AssertionError("the disk took everything")
 
 
+def test_a_disk_that_does_not_say_how_full_it_is_pauses_generation(tmp_path: Path) -> None:
+    """A spool's directory that was taken away ended the producer with five tracebacks, of which the
+    last, "Bad file descriptor", was not the cause."""
+    directory = tmp_path / "spool"
+    spool = open_spool(directory)
+    spool.append(sample(0))
+    directory.rename(tmp_path / "elsewhere")
+    assert "its free space is not known: No such file or directory" in spool.alarm
+    assert not spool.wait_for_space(0)
+    assert spool.statistics().alarm == spool.alarm
+    (tmp_path / "elsewhere").rename(directory)
+    assert spool.wait_for_space(0)
+    spool.append(sample(1))
+    assert ordinals(spool) == [0, 1]
+    spool.close()
+
+
 def test_disk_fills_and_the_producer_neither_dies_nor_repeats_finished_work(
     small_disk: Path,
 ) -> None:

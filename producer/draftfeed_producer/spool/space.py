@@ -32,7 +32,14 @@ class Space:
         self._full, self._wanted_bytes = "", 0
 
     def left(self, spare_bytes: int) -> int:
-        """Bytes that others leave us, down to the floor; below zero when it is passed."""
+        """Bytes that others leave us, down to the floor; below zero when it is passed, or when the
+        disk does not say: it may have been taken out, or its server does not answer."""
+        try:
+            return self._left(spare_bytes)
+        except OSError:
+            return -1
+
+    def _left(self, spare_bytes: int) -> int:
         return free_bytes(self._directory) + spare_bytes - self._floor_bytes
 
     def has_room(self, used_bytes: int, spare_bytes: int, segments: int) -> bool:
@@ -53,7 +60,11 @@ class Space:
         if segments >= self._segment_limit:
             limit = 2 * self._segment_limit
             return f"{segments} segments are open, of {limit} files; raise segment_bytes"
-        if (left := self.left(spare_bytes)) < 0:
+        try:
+            left = self._left(spare_bytes)
+        except OSError as error:
+            return f"{self._directory}: its free space is not known: {error.strerror}"
+        if left < 0:
             free = left + self._floor_bytes
             return f"the disk has {free} bytes left, min_free_bytes is {self._floor_bytes}"
         return ""
