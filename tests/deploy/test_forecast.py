@@ -179,8 +179,8 @@ def test_beginning_says_why_there_is_no_forecast() -> None:
 
 
 def test_replay_promises_no_forecast_from_some_sample_on() -> None:
-    """`draftfeed top` said of a replay that had served 1,292 of 1,344 samples that none was finished,
-    and that there is a forecast from 30 on."""
+    """`draftfeed top` said of a replay that had served 1,292 of 1,344 samples that none was
+    finished, and that there is a forecast from 30 on."""
     served = Reading(25.0, 1344, 1292, 0, 0, 0, 0.5, 0.0, replayed=1292)
     early = forecast([served._replace(seconds=1.0, done=40, replayed=40), served])
     assert isinstance(early, TooEarly)
