@@ -3,6 +3,7 @@
 import argparse
 import importlib.metadata
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -102,6 +103,18 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Whoever has read enough of the output, as `head` does, may go."""
+    try:
+        return _main(argv)
+    except BrokenPipeError:
+        if _output_is_taken():
+            raise
+        return exits.DONE
+    finally:
+        _output_is_taken()
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = _parser().parse_args(argv)
     console = Console(stderr=True)
     _log_to(console, arguments.log_level)
@@ -117,6 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"draftfeed: {error}", file=sys.stderr)
         return code
+
+
+def _output_is_taken() -> bool:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would write the rest at its end, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def _producer(arguments: argparse.Namespace, console: Console) -> int:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -280,3 +281,14 @@ def test_drain_where_nothing_was_ever_trained(
     output = json.dumps(str(tmp_path / "out"))
     config.write_text(f'[trainer]\nfunction = "json:dumps"\noutput_dir = {output}\n')
     assert "no consumer has trained into" in fails(capsys, "drain", "-c", config)
+
+
+@pytest.mark.parametrize("command", [("install-units", "--dry-run"), ("producer", "--help")])
+def test_output_that_nobody_reads_on_is_no_failure(command: tuple[str, ...]) -> None:
+    """`draftfeed install-units --dry-run | head -3` ended with a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "draftfeed_deploy.cli", *command]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, check=False, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
