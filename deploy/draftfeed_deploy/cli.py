@@ -4,11 +4,12 @@ import argparse
 import importlib.metadata
 import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -107,11 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _main(argv)
     except BrokenPipeError:
-        if _output_is_taken():
+        if not _unread(sys.stdout):
             raise
         return exits.DONE
     finally:
-        _output_is_taken()
+        if _unread(sys.stdout):  # Python would write the rest at its end, and complain
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -132,14 +134,14 @@ def _main(argv: Sequence[str] | None) -> int:
         return code
 
 
-def _output_is_taken() -> bool:
+def _unread(output: TextIO) -> bool:
+    """Whether it is a pipe, and its reader has gone."""
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python would write the rest at its end, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        found = select.poll()
+        found.register(output, select.POLLOUT)
+        return any(events & select.POLLERR for _, events in found.poll(0))
+    except (OSError, ValueError):  # it is none of the system's, as under a test
         return False
-    return True
 
 
 def _producer(arguments: argparse.Namespace, console: Console) -> int:
