@@ -14,6 +14,9 @@ from draftfeed_proto.limits import FILE_NUMBER_BYTES, MAX_LOCAL_FILES
 
 logger = logging.getLogger(__name__)
 
+MAX_AT_ONCE = 1024
+"""Files handed over and not named yet: those of samples that ended before they were told of."""
+
 
 class HandoverLost(Exception):
     """The producer's files are out of reach; what they hold can still come over the network."""
@@ -48,10 +51,12 @@ class LocalFiles:
 
     def at(self, message: m.ChunksAt) -> "list[FrameAt]":
         """Raises HandoverLost."""
-        while message.file not in self._files:
+        for _ in range(MAX_AT_ONCE):
+            if message.file in self._files:
+                break
             self._receive()
-        while len(self._files) > MAX_LOCAL_FILES:
-            del self._files[next(iter(self._files))]
+        else:
+            raise HandoverLost("files come without end, and not the one that is named")
         file = self._files[message.file]
         if file.failure:
             raise HandoverLost(file.failure)
@@ -86,6 +91,8 @@ class LocalFiles:
         if not stat.S_ISREG(os.fstat(files[0].fd).st_mode):
             raise HandoverLost("what came is no file")
         self._files[int.from_bytes(data, "little")] = files[0]
+        while len(self._files) > MAX_LOCAL_FILES:
+            del self._files[next(iter(self._files))]
 
     def close(self) -> None:
         """What is being read is closed when it was."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from draftfeed_consumer import local
 from draftfeed_consumer.local import FrameAt, HandoverLost, LocalFiles
 from draftfeed_proto import messages as m
 from draftfeed_proto.errors import MalformedChunk
@@ -94,6 +95,31 @@ def test_frame_beyond_the_end_of_its_file_is_damaged(ends: Ends, tmp_path: Path)
 def test_file_that_was_never_handed_over_ends_the_handover(ends: Ends) -> None:
     with pytest.raises(HandoverLost, match="no file came"):
         at(ends[1], 0)
+
+
+def test_files_that_nobody_names_are_not_kept(ends: Ends, tmp_path: Path) -> None:
+    """They used up the descriptors of the trainer; the limit held only when one was named."""
+    near, files = ends
+    (tmp_path / "file").write_bytes(b"here")
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(2 * MAX_LOCAL_FILES):
+        hand_over(near, number, tmp_path / "file")
+    with pytest.raises(HandoverLost, match="no file came"):
+        at(files, 1 << 62)
+    assert len(os.listdir("/proc/self/fd")) <= before + MAX_LOCAL_FILES
+
+
+def test_files_without_end_do_not_keep_the_client(
+    ends: Ends, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who hands over faster than they are taken would have it for ever."""
+    monkeypatch.setattr(local, "MAX_AT_ONCE", 3)
+    near, files = ends
+    (tmp_path / "file").write_bytes(b"here")
+    for _ in range(4):
+        hand_over(near, 0, tmp_path / "file")
+    with pytest.raises(HandoverLost, match="without end"):
+        at(files, 1)
 
 
 @pytest.mark.parametrize("what", ["/dev/zero", "/", "pipe"])
