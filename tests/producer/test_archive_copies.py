@@ -55,6 +55,24 @@ def test_a_copied_root_beside_the_first_makes_up_for_rotten_bytes(
         assert id not in archive
 
 
+def test_a_copied_root_beside_the_first_makes_up_for_a_rotten_index(
+    tmp_path: Path, roots: tuple[Path, Path]
+) -> None:
+    """A replay gave its samples up for good: it had looked at the index when it started."""
+    with opened(*roots) as archive, archiving(tmp_path / "spool", archive) as spool:
+        for index in roots[0].glob("*.idx"):
+            rotten = index.read_bytes()
+            index.write_bytes(b"\xa5" * len(rotten))
+        serves_all(archive)
+        for ordinal in range(COUNT):
+            id = sample(ordinal).id.in_epoch(1)
+            assert spool.shelve(id) is not None
+            places = spool.places(id, 0, 1)
+            assert places is not None
+            assert places.path.parent == roots[1]
+            assert spool.whole(id)
+
+
 def test_members_of_this_host_are_sent_to_the_copy_that_is_read_here(
     tmp_path: Path, roots: tuple[Path, Path]
 ) -> None:

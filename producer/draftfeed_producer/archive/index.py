@@ -362,7 +362,8 @@ class Archive:
 
     def _find(self, id: SampleId) -> tuple[Record, Opened] | None:
         """(the record, its segment) of the first copy that can be opened."""
-        for _ in range(1 + len(self._copies.get(id.ordinal, ()))):
+        records = 1 + len(self._copies.get(id.ordinal, ()))
+        for _ in range(records * len(self.config.roots)):
             place = self._place(id)
             if place is None or place[0] in self._gone:
                 return None
@@ -375,6 +376,8 @@ class Archive:
                 self._opened.forget(place[0])
                 if isinstance(error, ArchiveGone):
                     self._note_unread(id, error)
+                elif self._pass_over(id.ordinal):
+                    continue
             self._turn(id.ordinal)
         return None
 
@@ -393,6 +396,16 @@ class Archive:
         if record.header.id.in_epoch(0) != id.in_epoch(0):  # its file was exchanged
             raise ArchiveDamaged(path, f"has {record.header.id} where {id} was")
         return record, opened
+
+    def _pass_over(self, line: int) -> bool:
+        """An index is damaged: whether there is the same file in another root, which is served from
+        now on."""
+        with self._lock:
+            number, at = divmod(int(self._places[line]) - 1, 1 << _PLACE_BITS)
+            same = self._same.get(number, -1)
+            if same >= 0:
+                self._places[line] = (same << _PLACE_BITS | at) + 1
+        return same >= 0
 
     def _turn(self, line: int) -> None:
         """The next copy of it comes first. This one comes last: its drive may come back."""
