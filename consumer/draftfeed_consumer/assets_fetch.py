@@ -217,6 +217,8 @@ class _Download:
                 return None
             line.begin(self._context, now)
             self._moved_at = now
+            if line.link is None:
+                return None
         if overdue := line.overdue("" if self._listed else ASKING, now):
             raise LinkDown(overdue)
         if now - self._moved_at > self._stall_seconds:

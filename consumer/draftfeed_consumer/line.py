@@ -8,7 +8,7 @@ import zmq
 
 from draftfeed_consumer.credentials import Credentials
 from draftfeed_consumer.errors import ProducerClosing, StreamError, StreamLost
-from draftfeed_consumer.link import Link
+from draftfeed_consumer.link import Link, LinkDown
 from draftfeed_consumer.local import HandoverLost, LocalFiles, Unreachable
 from draftfeed_proto import messages as m
 from draftfeed_proto.chunk import Placed
@@ -98,10 +98,15 @@ class Line:
         return self.link is None and now >= self._retry_at
 
     def begin(self, context: "zmq.Context[zmq.Socket[bytes]]", now: float) -> None:
-        """Raises AddressError."""
-        self.link = Link(
-            context, self.address, self._credentials, unread_messages=self._unread_messages
-        )
+        """Raises AddressError. There is no link afterwards when the system has no descriptors for
+        one: it is tried again."""
+        try:
+            self.link = Link(
+                context, self.address, self._credentials, unread_messages=self._unread_messages
+            )
+        except LinkDown as error:
+            self.drop(str(error), now)
+            return
         self.linked = False
         self._since = now
 

@@ -50,7 +50,7 @@ class Link:
     ) -> None:
         """Begins to connect and returns at once: a producer that is down must not hold up the
         others. Names are resolved again for every link. Raises AddressError when it is no
-        address.
+        address, LinkDown when the system has nothing left to make one of.
 
         unread_messages: how many are taken from the network before they are read, for a link where
         no credit bounds what comes. It has no heartbeats: whoever uses it has patience of its own.
@@ -65,7 +65,10 @@ class Link:
             if credentials
             else "it closes the connection: does it want keys?"
         )
-        self._socket = context.socket(zmq.DEALER)
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise LinkDown(str(error).lower()) from None
         for option, value in (
             (zmq.RECONNECT_IVL, NEVER_MS),
             (zmq.HEARTBEAT_IVL, 0 if unread_messages else HEARTBEAT_MS),
@@ -81,15 +84,19 @@ class Link:
             self._socket.setsockopt(option, value)
         if credentials is not None:
             credentials.secure(self._socket)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-            | zmq.EVENT_CONNECTED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_CLOSED
-        )
+        try:
+            self._monitor = self._socket.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_SUCCEEDED
+                | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                | zmq.EVENT_CONNECTED
+                | zmq.EVENT_DISCONNECTED
+                | zmq.EVENT_CLOSED
+            )
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise LinkDown(str(error).lower()) from None
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:

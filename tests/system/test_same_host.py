@@ -3,7 +3,8 @@
 import os
 import resource
 import socket
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -243,30 +244,58 @@ def test_sample_is_not_given_up_for_members_that_cannot_read_its_file(tmp_path: 
         assert not producer.spool.tombstones
 
 
+@contextmanager
+def no_files() -> Iterator[None]:
+    """This process can open none. The limit is of their numbers: none below it may be free."""
+    while (number := os.open(os.devnull, os.O_RDONLY)) < 3:
+        pass
+    os.close(number)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_host_that_can_open_no_more_files_goes_on_over_the_connection(tmp_path: Path) -> None:
     """And out of files as soon as it can: that was taken for the member's own trouble."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     one_at_a_time = BufferConfig(capacity_bytes=20_000, window_samples=1)
-    with producing(tmp_path / "spool", segment_bytes=1) as producer:
+    with (
+        producing(tmp_path / "spool", segment_bytes=1) as producer,
+        consuming(producer.address, buffer=one_at_a_time, same_host=True) as stream,
+    ):
+        eventually(lambda: producer.server.statistics().same_host != (), "let in")
         producer.generate(range(6))
         producer.server.finish()
-        with consuming(producer.address, buffer=one_at_a_time, same_host=True) as stream:
-            items = iter(stream)
-            seen = [next(items)["id"]]
-            # The limit is of their numbers: none below it may be free.
-            while (number := os.open(os.devnull, os.O_RDONLY)) < 3:
-                pass
-            os.close(number)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
-            try:
-                for _ in range(2):
-                    stream.release(seen)
-                    seen.append(next(items)["id"])
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            stream.release(seen)
-            for item in items:
-                seen.append(item["id"])
-                stream.release([item["id"]])
-            assert stream.statistics().client.producers[0].same_host
+        items = iter(stream)
+        seen = [next(items)["id"]]
+        with no_files():
+            for _ in range(2):
+                stream.release(seen)
+                seen.append(next(items)["id"])
+        stream.release(seen)
+        for item in items:
+            seen.append(item["id"])
+            stream.release([item["id"]])
+        assert stream.statistics().client.producers[0].same_host
     assert sorted(id.ordinal for id in seen) == list(range(6))
+
+
+def test_host_that_can_open_no_more_files_waits_for_its_producer(tmp_path: Path) -> None:
+    """A producer's restart ended the trainer, whose link took descriptors that the spool's files
+    had used up: "the client stopped: Too many open files"."""
+    with producing(tmp_path / "spool", segment_bytes=1) as producer:
+        producer.generate(range(6))
+        with consuming(producer.address, same_host=True) as stream:
+            items = iter(stream)
+            seen = [next(items)["id"].ordinal]
+            producer.close()
+            (line,) = stream._client._lines.values()
+            eventually(lambda: line.link is None, "the link is down")
+            with no_files():
+                eventually(lambda: "many open files" in line.reason, "it is tried")
+            producer.restart()
+            producer.server.finish()
+            seen += [item["id"].ordinal for item in items]
+    assert sorted(seen) == list(range(6))
