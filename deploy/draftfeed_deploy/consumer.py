@@ -70,8 +70,14 @@ def run_consumer(
     codecs.PACKED.prepare()
     train, run = load_trainer(config.trainer)
     _check(attach, config)
+    over = False
+
+    def give_up() -> None:
+        if not over:
+            interrupt()
+
     with ExitStack() as stack:
-        stack.enter_context(on_signal(interrupt))
+        stack.enter_context(on_signal(give_up))
         stack.enter_context(on_hangup(lambda: logger.info("a consumer has nothing to reload")))
         ranks = Ranks.from_environment()
         if ranks is not None:  # panels would overwrite each other, and lines get mixed up
@@ -118,6 +124,7 @@ def run_consumer(
                 )
             )
             _finish(_train(stream, train, run, stop), claim)
+            over = True  # who tells us now to stop comes too late to change how it ended
             if not stop.asked:
                 look.done = True
                 status.finished()

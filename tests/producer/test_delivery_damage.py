@@ -6,7 +6,15 @@ from msgspec.structs import replace
 from delivery_members import SHARDS, Member, done, header, id_of, ids, names, offered, producer
 from draftfeed_producer.delivery import MAX_NACKS, Delivery
 from draftfeed_producer.distribution import Handed
-from draftfeed_producer.session import Regenerate, Session, StoreTombstone, Verify, Void
+from draftfeed_producer.session import (
+    Regenerate,
+    Send,
+    SendChunk,
+    Session,
+    StoreTombstone,
+    Verify,
+    Void,
+)
 from draftfeed_producer.spool.control import Term
 from draftfeed_proto import messages as m
 from draftfeed_proto.ids import SampleId
@@ -34,7 +42,8 @@ def told(member: Member, ordinal: int) -> list[m.Message]:
     member.grant(ordinal)
     member.say(m.Credit, total_bytes=1)
     actions = iter(lambda: member.delivery.next_chunk(member.sender, place), [])
-    return [action.message for one in actions for action in one]
+    said = [action for one in actions for action in one]
+    return [action.message for action in said if isinstance(action, Send | SendChunk)]
 
 
 def test_a_sample_damaged_on_its_way_is_verified_and_sent_again(

@@ -38,6 +38,17 @@ def test_a_run_ends_by_itself_with_every_sample_trained_once(
     assert run.trained() == run.expected()
 
 
+def test_consumer_that_is_told_to_stop_when_all_is_done_has_done_it(
+    start: Callable[..., Run],
+) -> None:
+    """It ended as interrupted, and `draftfeed drain` said that samples would be trained again."""
+    run = start()
+    producer = run.start("producer")
+    consumer = run.start("consumer", "--set", "trainer.function=late_signal_trainer:train")
+    run.succeeds(consumer)
+    run.succeeds(producer)
+
+
 def test_both_sides_log_the_same_digest_for_every_sample(start: Callable[..., Run]) -> None:
     run = start()
     for process in (run.start("producer"), run.start("consumer")):
