@@ -94,7 +94,10 @@ def test_sample_that_is_made_again_while_its_places_wait_does_not_end_the_server
             near.say(m.Nack, id=id, reason="checksum")
             assert producer.server.regenerate.get(timeout=20) == [id]
             server = producer.server
-            eventually(lambda: server.failure or waiting(producer) == {m.Chunk}, "it is dropped")
+            eventually(
+                lambda: server.failure is not None or waiting(producer) == {m.Chunk},
+                "it is dropped",
+            )
             assert server.failure is None
             pipes.full.clear()
             far.receive(1)
