@@ -68,7 +68,7 @@ class _Producer(ProducerService):
 
     def _committed(self) -> int:
         assert self._spool is not None
-        return self._spool.statistics().committed
+        return len(self._spool.committed)
 
 
 class _Engine:
